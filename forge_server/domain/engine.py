@@ -1,0 +1,70 @@
+"""What the engine answers and how it may fail, as the proxy and the controller see it."""
+
+import msgspec
+
+from forge_server.domain.call import Ids, Logprobs
+from forge_server.domain.errors import ForgeError
+
+
+class ChatResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One finished chat completion, ids and logprobs as the engine gave them.
+
+    ``prompt_ids`` int32 [P], ``completion_ids`` int32 [C] (end-of-turn token included) and ``logprobs`` float32 [C]
+    are None when the engine did not send them; a logprob that came as null is NaN. ``raw_prompt_ids`` is the text
+    of the prompt ids (``1,2,3``): handed back as ``known`` with the next call of the same session it makes parsing
+    a long prompt cheap. ``message`` holds role, content, reasoning and tool_calls.
+    """
+
+    prompt_ids: Ids | None
+    completion_ids: Ids | None
+    logprobs: Logprobs | None
+    message: dict[str, object]
+    finish_reason: str
+    usage_prompt: int
+    usage_completion: int
+    model: str
+    raw_prompt_ids: bytes | None = None
+
+
+class EngineRefused(ForgeError):
+    """The engine answered 4xx: the request itself is at fault. Asking again unchanged is useless.
+
+    ``code`` is ``context_length_exceeded`` when prompt and completion do not fit the window, else
+    ``invalid_request``; ``http_status`` is what the engine said.
+    """
+
+    type, status = "engine-refused", 400
+
+    def __init__(self, http_status: int, message: str, code: str) -> None:
+        self.http_status, self.message, self.code = http_status, message, code
+        super().__init__(f"the engine refused the request ({http_status} {code}): {message}")
+
+
+class EngineUnavailable(ForgeError):
+    """The engine is away, restarting, failed, or answered something that is no completion.
+
+    ``sent`` tells whether the request may have reached the engine.
+    """
+
+    type, status = "engine-unavailable", 503
+
+    def __init__(self, what: str, *, where: str = "", mend: str = "", sent: bool = False) -> None:
+        self.sent = sent
+        super().__init__(what, where=where, mend=mend)
+
+
+class SwapReport(msgspec.Struct, frozen=True, kw_only=True):
+    """How one weight swap went. Durations in seconds; ``probe_max_gap`` is the largest absolute difference between
+    the engine's logprobs and those in the checkpoint's manifest, over ``probe_tokens`` tokens."""
+
+    version: int
+    validate_s: float
+    pause_s: float
+    load_s: float
+    reset_s: float
+    probe_s: float
+    total_s: float
+    aborted_running: bool
+    probe_max_gap: float
+    probe_tolerance: float
+    probe_tokens: int
