@@ -12,8 +12,8 @@ class ChatResult(msgspec.Struct, frozen=True, kw_only=True):
     ``prompt_ids`` int32 [P], ``completion_ids`` int32 [C] (end-of-turn token included) and ``logprobs``
     float32 [C] are None when the engine did not send them; a logprob that came as null is NaN.
     ``raw_prompt_ids`` is the text of the prompt ids (``1,2,3``): the result handed back as ``known`` with the
-    next call of the same session makes parsing a long prompt cheap. ``message`` holds role, content, reasoning
-    and tool_calls.
+    next call of the same session makes parsing a long prompt cheap. ``message`` holds role, content,
+    reasoning and tool_calls.
     """
 
     prompt_ids: Ids | None
@@ -57,8 +57,8 @@ class EngineUnavailable(ForgeError):
 class SwapReport(msgspec.Struct, frozen=True, kw_only=True):
     """How one weight swap went.
 
-    Durations in seconds. ``probe_max_gap`` is the largest absolute difference between the engine's logprobs and
-    those in the checkpoint's manifest, over ``probe_tokens`` tokens.
+    Durations in seconds. ``probe_max_gap`` is the largest absolute difference between the engine's logprobs
+    and those in the checkpoint's manifest, over ``probe_tokens`` tokens.
     """
 
     version: int
