@@ -114,7 +114,6 @@ class LocalSettings(Section, frozen=True):
 class ControllerSettings(Section, frozen=True):
     """``[controller]``: the training loop."""
 
-    max_generation_batches: int = 3
     keep_policies: int = 2
     """Exports kept on disk beside the live one."""
 
