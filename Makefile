@@ -1,0 +1,33 @@
+# What a newcomer guesses. PYTHON may name another interpreter.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+
+.PHONY: demo test lint bench prove-1 clean
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -e '.[test]'
+	touch $@
+
+demo: $(VENV)/.installed ## the whole loop on this machine
+	$(BIN)/forge-server demo
+
+test: $(VENV)/.installed ## every test that fits into CI
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed ## style, types, import arrows
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.installed ## the figures of docs/benchmarks.md
+	$(BIN)/python -m benchmarks
+
+prove-1: $(VENV)/.installed ## five demo seeds, the control, and the long kills (hours)
+	$(BIN)/python -m tests.prove.seeds
+	$(BIN)/python -m tests.prove.kills
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis forge-demo
