@@ -46,7 +46,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     split: str = "train"
     tasks: tuple[str, ...] = ()  # only these task names; empty: every ready task of the split
     harness: str = ""  # one harness, or
-    harnesses: dict[str, float] = {}  # several with their weights: a group's rollouts are divided among them
+    harnesses: dict[str, float] = {}  # several and their weights: each group is run in one of them
     seed: int = 0
 
     # how much

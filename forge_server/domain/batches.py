@@ -1,0 +1,106 @@
+"""Which rollouts and groups a batch is made of. Pure rules; invariants I4, I5 and I11 rest on them.
+
+Three nested sets of the rollouts that a step has drawn:
+
+1. *valid*: ended ``completed`` or as a policy failure, with a reward. All of them make up the reported reward,
+   and nothing else does: infra failures leave no trace in it (I5).
+2. *trainable*: valid, its attempt was recorded whole (I4), and at least one of its tokens is trained. They are
+   the baseline of their group: a rollout that cannot receive an advantage must not move that of the others.
+3. *trained*: the trainable rollouts of groups with a signal: at least two of them, rewards not all equal.
+
+The advantage itself is the trainer's (I11): the batch carries rewards and groups, and every rollout of it is there
+with all of its samples.
+"""
+
+import math
+from collections.abc import Sequence
+from enum import StrEnum
+
+import msgspec
+
+from forge_server.domain.outcome import Outcome, counts_for_training
+
+
+class Drop(StrEnum):
+    """Why a complete group is not trained."""
+
+    EQUAL_REWARDS = "equal_rewards"
+    TOO_FEW_VALID = "too_few_valid"
+    STALE = "stale"
+    NO_SIGNAL = "no_signal"
+
+
+class EndedRollout(msgspec.Struct, frozen=True, kw_only=True):
+    """What the selection must know of a rollout that has ended.
+
+    ``not_trained`` is the reason of its final attempt (I4), empty when there is none; ``trained_tokens`` counts the
+    tokens with loss mask 1 over all its samples; ``min_version`` is the oldest policy version of them.
+    """
+
+    id: str
+    group_id: str
+    outcome: Outcome
+    reward: float | None
+    not_trained: str = ""
+    trained_tokens: int = 0
+    min_version: int = 0
+
+    @property
+    def valid(self) -> bool:
+        return counts_for_training(self.outcome) and self.reward is not None and math.isfinite(self.reward)
+
+    @property
+    def trainable(self) -> bool:
+        return self.valid and not self.not_trained and self.trained_tokens > 0
+
+
+class Selection(msgspec.Struct, frozen=True, kw_only=True):
+    """``groups`` are those with a signal, in the order given, each with its trainable rollouts in order."""
+
+    groups: dict[str, tuple[EndedRollout, ...]]
+    dropped: dict[str, Drop]
+
+
+def judge(rollouts: Sequence[EndedRollout], oldest_version: int | None = None) -> Drop | None:
+    """Why the complete group of these rollouts has no place in a batch, or None.
+
+    With ``oldest_version`` the group is stale when any trainable token of it is older (async mode).
+    """
+    trainable = [r for r in rollouts if r.trainable]
+    if len(trainable) < 2:
+        return Drop.TOO_FEW_VALID
+    if len({r.reward for r in trainable}) == 1:
+        return Drop.EQUAL_REWARDS
+    if oldest_version is not None and min(r.min_version for r in trainable) < oldest_version:
+        return Drop.STALE
+    return None
+
+
+def select(groups: dict[str, Sequence[EndedRollout]], oldest_version: int | None = None) -> Selection:
+    """Divide complete groups into those to train and those dropped, each with its reason."""
+    kept: dict[str, tuple[EndedRollout, ...]] = {}
+    dropped: dict[str, Drop] = {}
+    for group_id, rollouts in groups.items():
+        reason = judge(rollouts, oldest_version)
+        if reason is None:
+            kept[group_id] = tuple(r for r in rollouts if r.trainable)
+        else:
+            dropped[group_id] = reason
+    return Selection(groups=kept, dropped=dropped)
+
+
+class Move(StrEnum):
+    """What follows once every drawn group of a step is complete."""
+
+    DRAW = "draw"
+    ASSEMBLE = "assemble"
+    NO_SIGNAL = "no_signal"
+
+
+def next_move(with_signal: int, wanted: int, rounds: int, max_rounds: int) -> Move:
+    """Another round of drawing, a batch (possibly a smaller one), or a pause because there is nothing to learn."""
+    if with_signal >= wanted:
+        return Move.ASSEMBLE
+    if rounds < max_rounds:
+        return Move.DRAW
+    return Move.ASSEMBLE if with_signal else Move.NO_SIGNAL

@@ -1,0 +1,100 @@
+"""Policy versions: their states, their numbers, and what the engine should serve.
+
+The ``policies`` rows are the authority: a row is written before the act that it announces, and after a restart
+the rows alone say what has to be done. A version number is never reused, not even for a checkpoint of the same
+step that a replayed trainer reports again with other bytes.
+
+    exported -> loading -> live -> retired
+        |          |                  |
+        v          v                  v
+     rejected   rejected           loading      (a retired version is activated again)
+
+``loading -> exported`` and ``loading -> retired`` undo an attempt to load that the engine could not even begin.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from forge_server.domain.errors import Conflict
+from forge_server.domain.states import PolicyState
+
+POLICY_STEPS: dict[PolicyState, frozenset[PolicyState]] = {
+    PolicyState.EXPORTED: frozenset({PolicyState.LOADING, PolicyState.REJECTED}),
+    PolicyState.LOADING: frozenset(
+        {PolicyState.LIVE, PolicyState.REJECTED, PolicyState.EXPORTED, PolicyState.RETIRED}
+    ),
+    PolicyState.LIVE: frozenset({PolicyState.RETIRED}),
+    PolicyState.RETIRED: frozenset({PolicyState.LOADING}),
+    PolicyState.REJECTED: frozenset(),
+}
+
+
+class Version(msgspec.Struct, frozen=True, kw_only=True):
+    """One row of ``policies``: weights that are, were or will be live. ``step`` is None for initial weights."""
+
+    name: str
+    version: int
+    state: PolicyState
+    path: str
+    manifest_sha256: str = ""
+    run_id: str | None = None
+    step: int | None = None
+    parent_version: int | None = None
+    reason: str = ""
+    created_at: float = 0.0
+    live_at: float | None = None
+
+    @property
+    def served(self) -> bool:
+        """Whether it is or was live, so that older exports may be pruned."""
+        return self.state in (PolicyState.LIVE, PolicyState.RETIRED)
+
+
+def check_step(version: Version, to: PolicyState) -> None:
+    """Raise Conflict unless ``version`` may go to state ``to``."""
+    if to not in POLICY_STEPS[version.state]:
+        raise Conflict(
+            f"policy {version.name} version {version.version} is {version.state} and cannot become {to}",
+            mend="`forge-server policy list` shows the versions",
+        )
+
+
+def next_version(versions: Iterable[int]) -> int:
+    """The number of the next version: 0 for the first, never one that was given before."""
+    return max(versions, default=-1) + 1
+
+
+def live(versions: Sequence[Version]) -> Version | None:
+    """The version that is live behind the proxy; at most one is."""
+    return next((v for v in versions if v.state is PolicyState.LIVE), None)
+
+
+def head(versions: Sequence[Version], run_id: str, base: int | None) -> Version | None:
+    """The version that the run goes on from: its newest that was not rejected, else the one it started from.
+
+    "Newest" is by step and then by number, so that a replay of an older step never takes its place, while a
+    replay of the newest step, which has a higher number, does.
+    """
+    own = [v for v in versions if v.run_id == run_id and v.step is not None and v.state != PolicyState.REJECTED]
+    if own:
+        return max(own, key=lambda v: (v.step or 0, v.version))
+    return next((v for v in versions if v.version == base), None)
+
+
+def acknowledged_step(versions: Sequence[Version], run_id: str) -> int:
+    """The newest step of the run whose weights the engine took: older exports may be pruned. 0: none."""
+    return max((v.step or 0 for v in versions if v.run_id == run_id and v.served), default=0)
+
+
+def to_load(versions: Sequence[Version], engine_version: int | None) -> Version | None:
+    """What an engine that serves ``engine_version`` (None: unknown) must load after a restart, or None.
+
+    An interrupted swap is redone whatever the engine says: only the swap's own end, which wrote ``live``,
+    tells that validation and probe have passed.
+    """
+    interrupted = [v for v in versions if v.state is PolicyState.LOADING]
+    if interrupted:
+        return max(interrupted, key=lambda v: v.version)
+    serving = live(versions)
+    return serving if serving is not None and serving.version != engine_version else None
