@@ -2,14 +2,14 @@
 
 Three nested sets of the rollouts that a step has drawn:
 
-1. *valid*: ended ``completed`` or as a policy failure, with a reward. All of them make up the reported reward,
-   and nothing else does: infra failures leave no trace in it (I5).
-2. *trainable*: valid, its attempt was recorded whole (I4), and at least one of its tokens is trained. They are
-   the baseline of their group: a rollout that cannot receive an advantage must not move that of the others.
+1. *valid*: ended ``completed`` or as a policy failure, with a reward. All of them make up the reported
+   reward, and nothing else does: infra failures leave no trace in it (I5).
+2. *trainable*: valid, its attempt was recorded whole (I4), and at least one of its tokens is trained. They
+   are the baseline of their group: a rollout that gets no advantage must not move that of the others.
 3. *trained*: the trainable rollouts of groups with a signal: at least two of them, rewards not all equal.
 
-The advantage itself is the trainer's (I11): the batch carries rewards and groups, and every rollout of it is there
-with all of its samples.
+The advantage itself is the trainer's (I11): the batch carries rewards and groups, and every rollout of it is
+there with all of its samples.
 """
 
 import math
@@ -33,8 +33,8 @@ class Drop(StrEnum):
 class EndedRollout(msgspec.Struct, frozen=True, kw_only=True):
     """What the selection must know of a rollout that has ended.
 
-    ``not_trained`` is the reason of its final attempt (I4), empty when there is none; ``trained_tokens`` counts the
-    tokens with loss mask 1 over all its samples; ``min_version`` is the oldest policy version of them.
+    ``not_trained`` is the reason of its final attempt (I4), empty when there is none; ``trained_tokens``
+    counts the tokens with loss mask 1 over all its samples; ``min_version`` is their oldest policy version.
     """
 
     id: str
@@ -98,7 +98,7 @@ class Move(StrEnum):
 
 
 def next_move(with_signal: int, wanted: int, rounds: int, max_rounds: int) -> Move:
-    """Another round of drawing, a batch (possibly a smaller one), or a pause because there is nothing to learn."""
+    """Draw another round, train a (possibly smaller) batch, or pause because there is nothing to learn."""
     if with_signal >= wanted:
         return Move.ASSEMBLE
     if rounds < max_rounds:

@@ -1,8 +1,9 @@
 """Which tasks a step draws and which harness each group is run in: deterministic by the run's seed.
 
-The state is what has been drawn so far, which the ``groups`` rows tell; there is no cursor to lose. Tasks drawn
-least come first, and among those the order is a shuffle by (seed, times drawn): that is a fresh shuffle per
-epoch, across the borders of steps and restarts. A task that fails for good drops out without moving the others.
+The state is what has been drawn so far, which the ``groups`` rows tell; there is no cursor to lose. Tasks
+drawn least come first, and among those the order is a shuffle by (seed, times drawn): that is a fresh shuffle
+per epoch, across the borders of steps and restarts. A task that fails for good drops out without moving the
+others.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,7 @@ def draw_tasks(ready: Sequence[str], drawn: Mapping[str, int], seed: int, count:
 
 
 def draw_harness(mixture: Sequence[tuple[str, float]], used: Mapping[str, int]) -> str:
-    """The harness of the next group: the one that lags most behind its share. ``used`` counts groups so far."""
+    """The harness of the next group: the one furthest behind its share. ``used`` counts groups so far."""
     total = sum(used.get(name, 0) for name, _ in mixture) + 1
     return max(mixture, key=lambda entry: (entry[1] * total - used.get(entry[0], 0), entry[0]))[0]
 

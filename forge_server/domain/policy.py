@@ -1,15 +1,13 @@
 """Policy versions: their states, their numbers, and what the engine should serve.
 
-The ``policies`` rows are the authority: a row is written before the act that it announces, and after a restart
-the rows alone say what has to be done. A version number is never reused, not even for a checkpoint of the same
-step that a replayed trainer reports again with other bytes.
+The ``policies`` rows are the authority: a row is written before the act that it announces, and after a
+restart the rows alone say what has to be done. A version number is never reused, not even for a checkpoint of
+the same step that a replayed trainer reports again with other bytes.
 
-    exported -> loading -> live -> retired
-        |          |                  |
-        v          v                  v
-     rejected   rejected           loading      (a retired version is activated again)
-
-``loading -> exported`` and ``loading -> retired`` undo an attempt to load that the engine could not even begin.
+    exported -> loading -> live -> retired -> loading   (activated again)
+        |          |
+        v          v
+     rejected   rejected, or back to retired if it was live before
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,9 +19,7 @@ from forge_server.domain.states import PolicyState
 
 POLICY_STEPS: dict[PolicyState, frozenset[PolicyState]] = {
     PolicyState.EXPORTED: frozenset({PolicyState.LOADING, PolicyState.REJECTED}),
-    PolicyState.LOADING: frozenset(
-        {PolicyState.LIVE, PolicyState.REJECTED, PolicyState.EXPORTED, PolicyState.RETIRED}
-    ),
+    PolicyState.LOADING: frozenset({PolicyState.LIVE, PolicyState.REJECTED, PolicyState.RETIRED}),
     PolicyState.LIVE: frozenset({PolicyState.RETIRED}),
     PolicyState.RETIRED: frozenset({PolicyState.LOADING}),
     PolicyState.REJECTED: frozenset(),
@@ -31,7 +27,7 @@ POLICY_STEPS: dict[PolicyState, frozenset[PolicyState]] = {
 
 
 class Version(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of ``policies``: weights that are, were or will be live. ``step`` is None for initial weights."""
+    """One row of ``policies``: weights that are, were or will be live. Initial weights have no ``step``."""
 
     name: str
     version: int
@@ -76,10 +72,11 @@ def head(versions: Sequence[Version], run_id: str, base: int | None) -> Version 
     "Newest" is by step and then by number, so that a replay of an older step never takes its place, while a
     replay of the newest step, which has a higher number, does.
     """
-    own = [v for v in versions if v.run_id == run_id and v.step is not None and v.state != PolicyState.REJECTED]
+    usable = [v for v in versions if v.state is not PolicyState.REJECTED]
+    own = [v for v in usable if v.run_id == run_id and v.step is not None]
     if own:
         return max(own, key=lambda v: (v.step or 0, v.version))
-    return next((v for v in versions if v.version == base), None)
+    return next((v for v in usable if v.version == base), None)
 
 
 def acknowledged_step(versions: Sequence[Version], run_id: str) -> int:

@@ -1,8 +1,8 @@
 """The settings of a run: one ``[[run]]`` table of forge.toml, or the body of ``POST /runs``.
 
-They are frozen when the run is created and stored with it. A run is known by its name: equal settings resume
-it, different ones are an error that names the key (``first_change``), because the figures of a run whose rules
-changed midway mean nothing.
+They are frozen when the run is created and stored with it. A run is known by its name: equal settings
+resume it, different ones are an error that names the key (``first_change``), because the figures of a run
+whose rules changed midway mean nothing.
 """
 
 from typing import Any, Literal
