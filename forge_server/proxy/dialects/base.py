@@ -1,0 +1,44 @@
+"""What a dialect is, and the refusal that every part of the proxy raises and a dialect words."""
+
+from collections.abc import Callable
+
+import msgspec
+
+from forge_server.domain.turn import Completion, Turn
+
+
+class Refusal(Exception):
+    """A request is answered with ``status`` instead of a completion.
+
+    ``code`` is the machine-readable reason, ``retry_after`` seconds go with a 503, ``param`` names the field at
+    fault.
+    """
+
+    def __init__(
+        self, status: int, code: str, message: str, *, param: str | None = None, retry_after: int | None = None
+    ) -> None:
+        self.status, self.code, self.message = status, code, message
+        self.param, self.retry_after = param, retry_after
+        super().__init__(f"{status} {code}: {message}")
+
+
+class Dialect(msgspec.Struct, frozen=True, kw_only=True):
+    """``read``: body -> turn, raises ``Refusal``. ``write``: the whole response body. ``events``: the whole event
+    stream. ``keepalive``: one event that clients ignore, or None where every event hurts. ``error``: error body.
+    ``error_event``: the same inside a stream whose headers have left.
+    """
+
+    name: str
+    read: Callable[[bytes], Turn]
+    write: Callable[[Turn, Completion], bytes]
+    events: Callable[[Turn, Completion], bytes]
+    keepalive: Callable[[Turn, str, int], bytes | None]
+    error: Callable[[Refusal], bytes]
+    error_event: Callable[[Refusal], bytes]
+
+
+class Unserved(msgspec.Struct, frozen=True, kw_only=True):
+    """A dialect of which only the wording of errors exists yet: every request is answered with 501 in it."""
+
+    name: str
+    error: Callable[[Refusal], bytes]

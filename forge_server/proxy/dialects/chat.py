@@ -1,0 +1,214 @@
+"""Chat Completions.
+
+Requests: the parameters in ``_Request`` are understood, every other one is dropped by name. Answers: ``usage`` is
+always sent; in a stream it rides on the last choice chunk, and comes as a chunk of its own too when
+``stream_options.include_usage`` asks for it. The reasoning is called ``reasoning_content``, the name that
+harnesses echo.
+"""
+
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, Raw, UnsetType
+
+from forge_server.domain.turn import Completion, Turn
+from forge_server.proxy.dialects.base import Dialect, Refusal
+from forge_server.proxy.dialects.errors import openai_error
+
+
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class _Request(msgspec.Struct):
+    messages: list[Raw]
+    model: str = ""
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    tools: list[Raw] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: dict[str, Any] | None = None
+    stop: str | list[str] | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    n: int | None = None
+    temperature: float | UnsetType | None = UNSET
+    top_p: float | UnsetType | None = UNSET
+    top_k: int | UnsetType | None = UNSET
+    min_p: float | UnsetType | None = UNSET
+    presence_penalty: float | UnsetType | None = UNSET
+    frequency_penalty: float | UnsetType | None = UNSET
+    repetition_penalty: float | UnsetType | None = UNSET
+    logit_bias: dict[str, float] | UnsetType | None = UNSET
+    seed: int | UnsetType | None = UNSET
+
+
+class _Role(msgspec.Struct):
+    role: str
+
+
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "seed",
+)
+_KNOWN = frozenset(_Request.__struct_fields__)
+_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+
+_decode = msgspec.json.Decoder(_Request).decode
+_decode_keys = msgspec.json.Decoder(dict[str, Raw]).decode
+_decode_role = msgspec.json.Decoder(_Role).decode
+_encode = msgspec.json.encode
+
+
+def read(body: bytes) -> Turn:
+    """Parse and validate a request body; raises ``Refusal`` 400 that names what is wrong."""
+    try:
+        keys = _decode_keys(body)
+        request = _decode(body)
+    except msgspec.ValidationError as error:
+        raise Refusal(400, "invalid_request", f"the request body is not valid: {error}") from None
+    except msgspec.DecodeError as error:
+        raise Refusal(400, "invalid_json", f"the request body is not JSON: {error}") from None
+    if not request.messages:
+        raise Refusal(400, "invalid_request", "messages is empty", param="messages")
+    for index, message in enumerate(request.messages):
+        try:
+            role = _decode_role(message).role
+        except msgspec.DecodeError as error:
+            raise Refusal(400, "invalid_request", f"messages[{index}]: {error}", param="messages") from None
+        if role not in _ROLES:
+            raise Refusal(400, "invalid_request", f"messages[{index}]: unknown role {role!r}", param="messages")
+    if request.n is not None and request.n != 1:
+        raise Refusal(
+            400, "unsupported_n", f"n must be 1, not {request.n}: send {request.n} requests instead", param="n"
+        )
+    limits = [x for x in (request.max_tokens, request.max_completion_tokens) if x is not None]
+    if limits and min(limits) < 1:
+        raise Refusal(400, "invalid_request", f"max_tokens must be at least 1, not {min(limits)}", param="max_tokens")
+    stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
+    asked = {
+        name: value for name in _SAMPLING if (value := getattr(request, name)) is not UNSET and value is not None
+    }
+    return Turn(
+        messages=tuple(request.messages),
+        tools=tuple(request.tools or ()),
+        tool_choice=request.tool_choice,
+        parallel_tool_calls=request.parallel_tool_calls,
+        response_format=request.response_format,
+        stop=stop,
+        max_tokens=min(limits) if limits else None,
+        model=request.model,
+        stream=bool(request.stream),
+        stream_usage=bool(request.stream_options and request.stream_options.include_usage),
+        asked=asked,
+        dropped=() if keys.keys() <= _KNOWN else tuple(sorted(keys.keys() - _KNOWN)),
+    )
+
+
+def message(completion: Completion) -> dict[str, Any]:
+    """The assistant message of a completion, in the shape that harnesses send back with the next request."""
+    out: dict[str, Any] = {"role": "assistant", "content": completion.text}
+    if completion.reasoning:
+        out["reasoning_content"] = completion.reasoning
+    if completion.tool_calls:
+        out["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in completion.tool_calls
+        ]
+    return out
+
+
+def _usage(completion: Completion) -> dict[str, int]:
+    return {
+        "prompt_tokens": completion.prompt_tokens,
+        "completion_tokens": completion.completion_tokens,
+        "total_tokens": completion.prompt_tokens + completion.completion_tokens,
+    }
+
+
+def write(turn: Turn, completion: Completion) -> bytes:
+    """The response body of a request that does not stream."""
+    return _encode(
+        {
+            "id": completion.id,
+            "object": "chat.completion",
+            "created": completion.created,
+            "model": turn.model,
+            "choices": [
+                {
+                    "index": 0,
+                    "message": message(completion),
+                    "logprobs": None,
+                    "finish_reason": completion.finish_reason,
+                }
+            ],
+            "usage": _usage(completion),
+        }
+    )
+
+
+def _chunk(turn: Turn, id: str, created: int, choices: list[Any], usage: dict[str, int] | None = None) -> bytes:
+    body = {
+        "id": id,
+        "object": "chat.completion.chunk",
+        "created": created,
+        "model": turn.model,
+        "choices": choices,
+    }
+    if usage is not None:
+        body["usage"] = usage
+    return b"data: " + _encode(body) + b"\n\n"
+
+
+def events(turn: Turn, completion: Completion) -> bytes:
+    """The event stream of a finished completion: few, large deltas."""
+    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+    if completion.reasoning:
+        deltas.append({"reasoning_content": completion.reasoning})
+    if completion.text:
+        deltas.append({"content": completion.text})
+    for index, call in enumerate(completion.tool_calls):
+        function = {"name": call.name, "arguments": call.arguments}
+        deltas.append({"tool_calls": [{"index": index, "id": call.id, "type": "function", "function": function}]})
+    usage = _usage(completion)
+    out = [
+        _chunk(
+            turn, completion.id, completion.created, [{"index": 0, "delta": delta, "finish_reason": None}]
+        )
+        for delta in deltas
+    ]
+    last = [{"index": 0, "delta": {}, "finish_reason": completion.finish_reason}]
+    out.append(_chunk(turn, completion.id, completion.created, last, None if turn.stream_usage else usage))
+    if turn.stream_usage:
+        out.append(_chunk(turn, completion.id, completion.created, [], usage))
+    out.append(b"data: [DONE]\n\n")
+    return b"".join(out)
+
+
+def keepalive(turn: Turn, id: str, created: int) -> bytes:
+    """A chunk without choices: resets read timers and is ignored by every client that was tried."""
+    return _chunk(turn, id, created, [])
+
+
+def error_event(refusal: Refusal) -> bytes:
+    """An error after the headers of a stream have left."""
+    return b"data: " + openai_error(refusal) + b"\n\n"
+
+
+CHAT = Dialect(
+    name="chat",
+    read=read,
+    write=write,
+    events=events,
+    keepalive=keepalive,
+    error=openai_error,
+    error_event=error_event,
+)

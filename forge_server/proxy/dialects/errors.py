@@ -1,0 +1,37 @@
+"""How each family of clients expects an error to be worded."""
+
+import msgspec
+
+from forge_server.proxy.dialects.base import Refusal
+
+_ANTHROPIC = {400: "invalid_request_error", 401: "authentication_error", 413: "request_too_large"}
+_GEMINI = {
+    400: "INVALID_ARGUMENT",
+    401: "UNAUTHENTICATED",
+    409: "ABORTED",
+    413: "INVALID_ARGUMENT",
+    501: "UNIMPLEMENTED",
+    503: "UNAVAILABLE",
+}
+
+
+def openai_error(refusal: Refusal) -> bytes:
+    """Chat Completions, Completions and Responses."""
+    kind = "invalid_request_error" if refusal.status < 500 else "server_error"
+    body = {"message": refusal.message, "type": kind, "param": refusal.param, "code": refusal.code}
+    return msgspec.json.encode({"error": body})
+
+
+def anthropic_error(refusal: Refusal) -> bytes:
+    """Messages."""
+    fallback = "invalid_request_error" if refusal.status < 500 else "api_error"
+    kind = _ANTHROPIC.get(refusal.status, fallback)
+    return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": refusal.message}})
+
+
+def gemini_error(refusal: Refusal) -> bytes:
+    """generateContent and its kin."""
+    status = _GEMINI.get(refusal.status, "INTERNAL")
+    return msgspec.json.encode(
+        {"error": {"code": refusal.status, "message": refusal.message, "status": status}}
+    )
