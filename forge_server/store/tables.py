@@ -54,6 +54,7 @@ runs = sa.Table(
     sa.Column("reason", sa.Text, nullable=False, server_default=""),  # why paused or failed
     sa.Column("settings", sa.JSON, nullable=False),  # the [[run]] table as it was given, defaults filled in
     sa.Column("step", sa.Integer, nullable=False, server_default="0"),  # batches assembled so far
+    sa.Column("infra_streak", sa.Integer, nullable=False, server_default="0"),  # infra failures in a row: breaker
     sa.Column("base_version", sa.Integer),  # the policy version that training started from
     sa.Column("created_at", sa.Double, nullable=False),
     sa.Column("ended_at", sa.Double),

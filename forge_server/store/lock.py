@@ -1,0 +1,58 @@
+"""The server's lock: one server per database. A second one is refused before it can do harm.
+
+SQLite: an flock on ``FILE.lock`` beside the database, held by the kernel as long as the process lives.
+Postgres: an advisory lock of the writing connection itself, so that a server which has lost its connection cannot
+write until it has the lock again.
+"""
+
+import fcntl
+import os
+from pathlib import Path
+
+import sqlalchemy as sa
+
+from forge_server.domain.errors import StoreError
+
+_ADVISORY = 0x666F726765  # "forge"
+
+
+class FileLock:
+    """Holds ``PATH.lock`` from construction to ``release``. Raises StoreError when another process has it."""
+
+    def __init__(self, database: Path) -> None:
+        path = database.with_name(database.name + ".lock")
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise StoreError(
+                f"the lock file cannot be written ({error.strerror})",
+                where=str(path),
+                mend="make the folder of the database writable",
+            ) from None
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            owner = os.pread(self._fd, 32, 0).decode(errors="replace").strip()
+            os.close(self._fd)
+            raise StoreError(
+                f"another forge-server (process {owner or 'unknown'}) uses this database",
+                where=str(database),
+                mend="stop it first, or give this one its own [store] url",
+            ) from None
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+
+    def release(self) -> None:
+        os.close(self._fd)
+
+
+def take_advisory(connection: sa.Connection, where: str) -> None:
+    """Take the Postgres lock for the life of ``connection``. Raises StoreError when another session has it."""
+    taken = connection.execute(sa.select(sa.func.pg_try_advisory_lock(_ADVISORY))).scalar_one()
+    connection.rollback()
+    if not taken:
+        raise StoreError(
+            "another forge-server uses this database",
+            where=where,
+            mend="stop it first, or give this one its own [store] url",
+        )
