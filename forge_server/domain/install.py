@@ -1,0 +1,19 @@
+"""What a harness needs installed: the ``install`` section of a harness spec."""
+
+import msgspec
+
+
+class Install(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Packages of one ecosystem, pinned.
+
+    ``pip`` packages go into a virtual environment of Python ``python`` (``"3.12"``; empty: the server's own),
+    ``npm`` packages into a ``node_modules`` that needs at least Node ``node`` (``"22"``). Programs of both
+    end up in the environment's ``bin``.
+    """
+
+    pip: tuple[str, ...] = ()
+    python: str = ""
+    npm: tuple[str, ...] = ()
+    node: str = ""
+    size_mb: int = 300
+    """About how much room it takes; told before it is installed."""
