@@ -44,13 +44,16 @@ class EngineRefused(ForgeError):
 class EngineUnavailable(ForgeError):
     """The engine is away, restarting, failed, or answered something that is no completion.
 
-    ``sent`` tells whether the request may have reached the engine.
+    ``sent`` tells whether the request may have reached the engine; ``http_status`` is what it answered, 0 for
+    no answer.
     """
 
     type, status = "engine-unavailable", 503
 
-    def __init__(self, what: str, *, where: str = "", mend: str = "", sent: bool = False) -> None:
-        self.sent = sent
+    def __init__(
+        self, what: str, *, where: str = "", mend: str = "", sent: bool = False, http_status: int = 0
+    ) -> None:
+        self.sent, self.http_status = sent, http_status
         super().__init__(what, where=where, mend=mend)
 
 
