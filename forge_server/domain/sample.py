@@ -26,7 +26,8 @@ class BreakReason(StrEnum):
 class CallSpan(msgspec.Struct, frozen=True):
     """Call ``call_id`` inside a sample: prompt ``[0, prompt_end)``, completion ``[prompt_end, end)``.
 
-    ``owned``: the completion is trained in this sample (and in no other).
+    ``owned``: the completion is trained in this sample (and in no other). ``version``: the oldest of the policy
+    versions that sampled it.
     """
 
     call_id: int
@@ -56,8 +57,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def min_version(self) -> int:
-        return min(s.version for s in self.spans if s.owned)
+        return int(self.versions[self.loss_mask == 1].min())
 
     @property
     def max_version(self) -> int:
-        return max(s.version for s in self.spans if s.owned)
+        return int(self.versions.max())
