@@ -25,17 +25,21 @@ def find(needle: Ids, hay: Ids) -> int:
     return -1
 
 
-def in_completion(completion: Ids, at: int, after: Ids) -> BreakReason:
+def in_completion(completion: Ids, at: int, after: Ids) -> BreakReason | None:
     """The prompt agrees with a completion up to token ``at`` of it, and goes on as ``after`` instead.
 
     Where the rest of the completion turns up again, what lies between was taken out or written differently.
+    None when nothing of the completion turns up: the prompt then leaves the context before it.
     """
     rest = completion[at:]
-    tail = rest[-min(8, rest.size) :]
-    begin = find(tail, after[: 2 * rest.size + 64])
+    window = after[: 2 * rest.size + 64]
+    begin, same = -1, 0
+    for same in (8, 2):
+        begin = find(rest[-same:], window) if same <= rest.size else -1
+        if begin >= 0:
+            break
     if begin < 0:
-        return BreakReason.HISTORY_EDITED
-    same = tail.size
+        return BreakReason.HISTORY_EDITED if at else None
     while same < rest.size and begin > 0 and after[begin - 1] == rest[-same - 1]:
         begin, same = begin - 1, same + 1
     gone, put = rest.size - same, begin
@@ -52,19 +56,19 @@ def in_context(prompt: Ids, shared: int, before: list[Call], alive: bool) -> Bre
     ``before``: the calls it may come from, the likeliest first. ``alive``: another conversation that began
     earlier goes on after this one.
     """
-    if 2 * shared >= prompt.size:
-        return BreakReason.HISTORY_EDITED
     new = prompt[shared:]
     for call in before:
         if find(call.prompt[-_NEEDLE:], new) >= 0:
             return (
                 BreakReason.HISTORY_EDITED
-            )  # the question last asked is still there: earlier text was changed
+            )  # the question last asked is there still: text before it was changed
     shorter = [call for call in before if prompt.size < call.prompt.size]
     for call in shorter:
         middle = call.completion[call.completion.size // 4 :][:_NEEDLE]
         if middle.size == _NEEDLE and find(middle, new) >= 0:
             return BreakReason.COMPACTION  # goes on from an answer, without what the answer was about
-    if shorter and shared and not alive:
+    if alive or shared == 0:
+        return BreakReason.ROOT
+    if shorter and 2 * shared < prompt.size:
         return BreakReason.COMPACTION
-    return BreakReason.ROOT
+    return BreakReason.HISTORY_EDITED if 2 * shared >= prompt.size else BreakReason.ROOT

@@ -213,7 +213,10 @@ class _Cutter:
         shared = placement.shared
         source = self._completion_at(placement.storage_parent, shared)
         if source is not None:
-            return breaks.in_completion(source.completion, shared - source.prompt.size, root.prompt[shared:])
+            at = shared - source.prompt.size
+            reason = breaks.in_completion(source.completion, at, root.prompt[shared:])
+            if reason is not None:
+                return reason
         earlier = [c for c in self.calls if c.forest_key == root.forest_key and c.seq < root.seq]
         before = [self.by_id[placement.storage_parent]] if placement.storage_parent is not None else []
         return breaks.in_context(root.prompt, shared, [*before, earlier[-1]], self._alive(earlier, root))
