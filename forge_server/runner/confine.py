@@ -1,0 +1,307 @@
+"""How the harness and the verifier are confined: the levels, and what each one is made of.
+
+    namespaces  bubblewrap: own mounts, processes, network, ipc; with root also a user of its own
+    user        a user of its own, nothing else; needs root. What the runner does inside a pod, where the pod is
+                the sandbox
+    none        nothing: for trusted harnesses only
+
+Invariant I10: from ``user`` upwards the agent can neither read the runner's memory or environment nor signal it,
+and every process it left behind is dead when ``Child.kill`` returns.
+"""
+
+import contextlib
+import json
+import marshal
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from typing import Any
+
+from . import stage
+
+LEVELS = ("none", "user", "namespaces")
+RELAY_PORT = 41000
+HOME = "/home/agent"
+FORGE = "/forge"
+_SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+_ETC = ("alternatives", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "mime.types", "ssl")
+
+
+class Box:
+    """What the backend decided about one attempt's confinement (part of the launch order).
+
+    ``python`` is the interpreter, ``forge`` the folder with the packed programs, ``env`` the harness's environment
+    ("" when it needs none), ``read_only`` the folders to show (the interpreter's prefix, ``env``), ``root`` the
+    attempt's own folder, ``cgroups`` the cgroup folders to put the processes into.
+    """
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        self.level: str = order["level"]
+        self.uid: int = order.get("uid", -1)
+        if self.level not in LEVELS or (self.level == "user" and self.uid < 0):
+            raise ValueError(f"impossible sandbox level {self.level!r} with uid {self.uid}")
+        self.python: str = order["python"]
+        self.forge: str = order["forge"]
+        self.env: str = order.get("env", "")
+        self.read_only: list[str] = order.get("read_only", [])
+        self.root: str = order["root"]
+        self.cgroups: list[str] = order.get("cgroups", [])
+        self.bwrap: str = order.get("bwrap", "bwrap")
+
+    @property
+    def wrapped(self) -> bool:
+        """Whether bubblewrap gives the processes their own view of files, processes and network."""
+        return self.level == "namespaces"
+
+    @property
+    def own_user(self) -> bool:
+        """Whether they get a user id of their own (``uid``); else they keep the server's."""
+        return self.uid >= 0
+
+    def path(self, name: str) -> str:
+        """A folder or file of the attempt on this side of the sandbox."""
+        return os.path.join(self.root, name)
+
+    def give(self, path: str) -> None:
+        """Make the agent's user the owner."""
+        if self.own_user:
+            os.chown(path, self.uid, self.uid, follow_symlinks=False)
+
+
+class Child:
+    """One program and everything it starts. Made blocked; ``go`` lets it run."""
+
+    def __init__(self, box: Box, binds: list[tuple[str, str, bool]], *, door: bool) -> None:
+        """``binds``: (source, place inside, writable); ``door``: whether a relay listener is opened."""
+        self.box = box
+        ours, theirs = socket.socketpair()
+        out_read, out_write = os.pipe()
+        info_read, info_write = os.pipe()
+        # In its own network namespace the port may be fixed; else any free one.
+        port = -1 if not door else RELAY_PORT if box.wrapped else 0
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                _become(box, binds, theirs.fileno(), out_write, info_write, port)
+            finally:
+                os._exit(126)
+        theirs.close()
+        os.close(out_write)
+        os.close(info_write)
+        self.output = out_read
+        self._channel = ours
+        self._pidfds = [os.pidfd_open(self.pid)]
+        self._status: int | None = None
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        ours.settimeout(60.0)
+        self.listener: socket.socket | None = None
+        try:
+            self._meet(info_read)
+        except BaseException:
+            self.kill()
+            raise
+        finally:
+            os.close(info_read)
+
+    def _meet(self, info: int) -> None:
+        """Learn who the first process is, and get the listener."""
+        data, ancillary, _, _ = self._channel.recvmsg(16, 256)
+        if not data:
+            raise ChildFailed("the sandbox did not start: " + drain(self.output, 2000).decode("utf-8", "replace"))
+        self._main = self.pid
+        for level, kind, payload in ancillary:
+            if level != socket.SOL_SOCKET:
+                continue
+            if kind == socket.SCM_RIGHTS:
+                self.listener = socket.socket(fileno=int.from_bytes(payload[:4], sys.byteorder))
+            elif kind == socket.SCM_CREDENTIALS:
+                self._main = int.from_bytes(payload[:4], sys.byteorder)
+        # The program waits for its order, so neither pid can have been used again yet.
+        self._main_fd = os.pidfd_open(self._main)
+        self._pidfds.append(self._main_fd)
+        if self.box.wrapped:
+            self._pidfds.append(os.pidfd_open(json.loads(os.read(info, 4096))["child-pid"]))
+
+    def go(
+        self, argv: list[str], env: dict[str, str], cwd: str, *, stdin: bytes | None, max_processes: int
+    ) -> None:
+        """Let it become ``argv``, with ``stdin`` (None: empty). Raises ``OSError`` when it is gone already."""
+        import resource
+
+        uid = self.box.uid if self.box.own_user else -1
+        resource.prlimit(self._main, resource.RLIMIT_CORE, (0, 0))
+        if uid >= 0 and max_processes:  # counted per user, so only where the user is the attempt's own
+            resource.prlimit(self._main, resource.RLIMIT_NPROC, (max_processes, max_processes))
+        order = marshal.dumps((argv, env, cwd, uid, stdin))
+        self._channel.sendall(len(order).to_bytes(4, "big") + order)
+        self._channel.close()
+
+    def wait(self, timeout: float | None, wake: int = -1) -> int | None:
+        """Exit status of the program (128 + signal when killed); None at the timeout or when ``wake`` is readable."""
+        if self._status is not None:
+            return self._status
+        poll = select.poll()
+        poll.register(self._pidfds[0], select.POLLIN)
+        if wake >= 0:
+            poll.register(wake, select.POLLIN)
+        ready = [fd for fd, _ in poll.poll(None if timeout is None else max(0, int(timeout * 1000) + 1))]
+        if self._pidfds[0] in ready:
+            _, raw = os.waitpid(self.pid, 0)
+            code = os.waitstatus_to_exitcode(raw)
+            self._status = code if code >= 0 else 128 - code
+        return self._status
+
+    def terminate(self) -> None:
+        """Ask the program (not its children) to end."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._main_fd, signal.SIGTERM)
+
+    def kill(self) -> int:
+        """End every process that there is; returns the exit status once all are dead. May be called again.
+
+        In a pid namespace the death of its first process, which the kernel reports only after it has killed and
+        reaped the rest, is the proof. Without one, the processes of the attempt's own user are hunted down.
+        """
+        for fd in reversed(self._pidfds):
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(fd, signal.SIGKILL)
+        status = self.wait(None)
+        assert status is not None
+        for fd in self._pidfds:
+            poll = select.poll()
+            poll.register(fd, select.POLLIN)
+            poll.poll()
+            os.close(fd)
+        self._pidfds = []
+        if not self.box.wrapped:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            if self.box.own_user:
+                kill_user(self.box.uid)
+        return status
+
+
+class ChildFailed(Exception):
+    """The sandbox could not be made."""
+
+
+
+
+def _become(
+    box: Box, binds: list[tuple[str, str, bool]], channel: int, output: int, info: int, port: int
+) -> None:
+    """In the forked child: enter the cgroups, then bubblewrap or the stage directly."""
+    os.setsid()
+    for folder in box.cgroups:
+        fd = os.open(os.path.join(folder, "cgroup.procs"), os.O_WRONLY)
+        os.write(fd, b"0")
+        os.close(fd)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.dup2(channel, 9)
+    os.dup2(info, 10)
+    os.closerange(3, 9)
+    os.closerange(11, 4096)
+    if not box.wrapped:
+        os.close(10)
+        stage.enter(9, port)
+    os.set_inheritable(9, True)
+    os.set_inheritable(10, True)
+    argv = bwrap_argv(box, binds, info=10)
+    argv += [box.python, "-I", "-S", f"{FORGE}/stage.py", "9", str(port)]
+    os.execvpe(argv[0], argv, {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"})
+
+
+def bwrap_argv(box: Box, binds: list[tuple[str, str, bool]], *, info: int) -> list[str]:
+    """The bubblewrap command line up to the program: read-only system, private rest, no way out."""
+    argv = [box.bwrap, "--ro-bind", "/usr", "/usr"]
+    for name in _SYSTEM:
+        if os.path.islink(name):
+            argv += ["--symlink", os.readlink(name), name]
+        elif os.path.isdir(name):
+            argv += ["--ro-bind", name, name]
+    for name in _ETC:
+        if os.path.exists(f"/etc/{name}"):
+            argv += ["--ro-bind", f"/etc/{name}", f"/etc/{name}"]
+    for name in ("passwd", "group", "hosts"):
+        argv += ["--ro-bind", box.path(name), f"/etc/{name}"]
+    argv += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--tmpfs", "/dev/shm"]
+    argv += ["--perms", "1777", "--tmpfs", "/tmp", "--perms", "1777", "--dir", "/var/tmp", "--dir", "/run"]
+    shown = [(path, path, False) for path in box.read_only if not path.startswith("/usr/")]
+    shown += [(box.forge, FORGE, False), *binds]
+    made = {"/", "/tmp", "/var", "/run"}
+    for source, place, writable in shown:
+        for parent in _parents(place):
+            if parent not in made:  # bubblewrap would make it for root only
+                made.add(parent)
+                argv += ["--perms", "0755", "--dir", parent]
+        argv += ["--bind" if writable else "--ro-bind", source, place]
+    argv += ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+    argv += ["--hostname", "forge", "--die-with-parent", "--new-session", "--info-fd", str(info)]
+    if box.own_user:  # root only to switch the user; bubblewrap sets no_new_privs
+        argv += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    else:
+        argv += ["--unshare-user", "--uid", "1000", "--gid", "1000"]
+    return [*argv, "--"]
+
+
+def _parents(path: str) -> list[str]:
+    """``/a/b`` of ``/a/b/c``, and ``/a``; outermost first."""
+    parts = path.strip("/").split("/")
+    return ["/" + "/".join(parts[:n]) for n in range(1, len(parts))]
+
+
+def kill_user(uid: int) -> None:
+    """SIGKILL every process of a user until there is none (bounded by 30 s)."""
+    give_up = time.monotonic() + 30
+    while (pids := processes_of(uid)) and time.monotonic() < give_up:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def processes_of(uid: int) -> list[int]:
+    """Processes of a user that are not yet zombies."""
+    found = []
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            if os.stat(f"/proc/{name}").st_uid != uid:
+                continue
+            with open(f"/proc/{name}/stat", "rb") as file:
+                state = file.read().rpartition(b")")[2].split()[0]
+        except OSError:
+            continue
+        if state not in (b"Z", b"X"):
+            found.append(int(name))
+    return found
+
+
+def oom_kills(box: Box) -> bool:
+    """Whether the kernel killed a process of the attempt for want of memory (within its own limit)."""
+    for folder in box.cgroups:
+        for name in ("memory.oom_control", "memory.events"):  # cgroup v1, v2
+            try:
+                with open(os.path.join(folder, name)) as file:
+                    counts = dict(line.split() for line in file)
+            except FileNotFoundError:
+                continue
+            if int(counts.get("oom_kill", 0)) > 0:
+                return True
+    return False
+
+
+def drain(fd: int, limit: int) -> bytes:
+    """What is left to read of a pipe, without waiting for more."""
+    os.set_blocking(fd, False)
+    try:
+        return os.read(fd, limit)
+    except BlockingIOError:
+        return b""

@@ -1,0 +1,268 @@
+"""One attempt, from joining to the last word.
+
+    join -> sandbox -> relay -> harness -> every agent process dead -> seal
+         -> verifier files -> verify in a fresh sandbox -> reward -> finish
+
+The server decides; the runner obeys heartbeats and reports. It never runs the harness before the server has
+written that it started, and gives the verifier's files no place while an agent process lives (I10).
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from typing import Any
+
+from .confine import FORGE, HOME, Box, Child, oom_kills
+from .control import Control, Refused, Unreachable
+from .place import fill, folder, make_folders, write_files
+from .relay import Relay
+from .scrub import scrub
+from .verify import Verdict, unpack, verdict
+
+TAIL = 64 * 1024
+FINISHED, DISMISSED, BROKEN = 0, 3, 4  # exit codes: all said; the server would not have us; trouble of our own
+FINAL_PATIENCE_S = 30.0
+
+
+def main() -> int:
+    """Read the launch order (environment ``FORGE_RUNNER``, else one line of stdin) and run the attempt.
+
+    With the order on stdin, the end of stdin means that the server is gone: the attempt dies with it.
+    """
+    text = os.environ.pop("FORGE_RUNNER", "")
+    if not text:
+        text = sys.stdin.readline()
+        threading.Thread(target=_die_with_server, daemon=True).start()
+    order = json.loads(text)
+    attempt = Attempt(order)
+    signal.signal(signal.SIGTERM, lambda *_: attempt.stop.dismiss("runner_stopped"))
+    code = attempt.run()
+    if order.get("tidy"):
+        sys.stderr.flush()
+        os.execv("/bin/rm", ["rm", "-rf", "--one-file-system", attempt.box.root])
+    return code
+
+
+def _die_with_server() -> None:
+    while os.read(0, 4096):
+        pass
+    os._exit(DISMISSED)  # the sandbox dies with its parent
+
+
+class Stop:
+    """The wish to stop what runs now. ``dismissed``: stop for good, nothing follows."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+        self.dismissed = False
+        self.wake, self._wake_write = os.pipe()
+
+    def set(self, reason: str) -> None:
+        if not self.reason:
+            self.reason = reason
+            os.write(self._wake_write, b"!")
+
+    def dismiss(self, reason: str) -> None:
+        self.dismissed = True
+        self.set(reason)
+
+    def clear(self) -> None:
+        """The thing has stopped; what runs next has not been told to."""
+        if self.reason and not self.dismissed:
+            self.reason = ""
+            os.read(self.wake, 1)
+
+
+class Tail:
+    """Reads a pipe to its end and keeps the last ``TAIL`` bytes."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd, self._kept = fd, bytearray()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        while data := os.read(self._fd, 65536):
+            self._kept += data
+            if len(self._kept) > 4 * TAIL:
+                del self._kept[:-TAIL]
+        os.close(self._fd)
+
+    def text(self) -> str:
+        """All of it once every writer is dead."""
+        self._thread.join(5.0)
+        return bytes(self._kept[-TAIL:]).decode("utf-8", "replace")
+
+
+class Attempt:
+    """What one runner is about."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        self.box = Box(order)
+        self.id: str = order["attempt"]
+        self.url: str = order["url"]
+        self.token: str = order["token"]
+        self.control = Control(self.url, self.id)
+        self.stop = Stop()
+        self.phase = "starting"
+        self.child: Child | None = None
+        self.exit_code: int | None = None
+        self.stopped_by = ""
+        self.plan: dict[str, Any] = {}
+        self.values: dict[str, str] = {}
+
+    def run(self) -> int:
+        """The whole attempt; returns the exit code. Whatever happens, no process of it is left."""
+        try:
+            self._join()
+            self._run_harness()
+            if self.stop.dismissed:
+                return DISMISSED
+            self.control.post("seal", {"reason": self.stopped_by})
+            self._finish(self._verify())
+            return FINISHED
+        except (Refused, Unreachable) as error:
+            print(f"runner: {error}", file=sys.stderr)
+            return DISMISSED
+        except Exception:
+            trouble = traceback.format_exc()
+            print(trouble, file=sys.stderr)
+            self._kill()
+            try:
+                self._finish(Verdict("none"), trouble[-2000:], patience=FINAL_PATIENCE_S)
+            except (Refused, Unreachable):
+                return DISMISSED
+            return BROKEN
+        finally:
+            self._kill()
+
+    def _join(self) -> None:
+        start = self.control.post("start", {"token": self.token, "nonce": os.urandom(16).hex()})
+        self.control.key = start["runner_key"]
+        self.plan = plan = start["plan"]
+        wrapped = self.box.wrapped
+        self.values = {
+            "agent_key": start["agent_key"],
+            "model": plan["model"],
+            "instruction": plan["instruction"],
+            "workdir": plan["workdir"] if wrapped else self.box.path("work"),
+            "home": HOME if wrapped else self.box.path("home"),
+            "env": self.box.env,
+            "python": self.box.python,
+            "forge": FORGE if wrapped else self.box.forge,
+        }
+
+    def _run_harness(self) -> None:
+        """Run the harness to its end or to the stop; on return every agent process is dead."""
+        plan, values = self.plan, self.values
+        make_folders(self.box)
+        binds = [(self.box.path("work"), values["workdir"], True), (self.box.path("home"), HOME, True)]
+        self.child = child = Child(self.box, binds, door=True)
+        assert child.listener is not None
+        values["base_url"] = f"http://127.0.0.1:{child.listener.getsockname()[1]}/a/{self.id}"
+        write_files(self.box, plan, values)
+        relay = Relay(child.listener, self.url, self.id)
+        relay.start()
+        self._tell({"kind": "harness_started"})
+        self.phase = "running"
+        threading.Thread(target=self._heartbeats, args=(plan["heartbeat_s"],), daemon=True).start()
+        tail = Tail(child.output)
+        env = self._environment(values["home"]) | {k: fill(v, values) for k, v in plan["env"].items()}
+        argv = [fill(part, values) for part in plan["argv"]]
+        stdin = None if plan["stdin"] is None else fill(plan["stdin"], values).encode()
+        child.go(argv, env, values["workdir"], stdin=stdin, max_processes=plan["limits"]["pids"])
+        status = child.wait(None, self.stop.wake)
+        if status is None and not self.stop.dismissed:
+            child.terminate()
+            child.wait(plan["grace_s"])
+        self.exit_code = self._kill()
+        self.phase, self.stopped_by = "sealed", self.stop.reason
+        relay.close()
+        if self.stop.dismissed:
+            return
+        exited = {"kind": "harness_exited", "exit_code": self.exit_code, "stopped_by": self.stopped_by}
+        log = {"kind": "log", "stream": "harness", "tail": tail.text()}
+        oom = [{"kind": "oom"}] if oom_kills(self.box) else []
+        self._tell(exited, *oom, log)
+        self.stop.clear()
+
+    def _verify(self) -> Verdict:
+        """Fetch the verifier's files and run it over the work folder, in a sandbox of its own."""
+        archive = self.control.get("verifier")
+        if archive is None:
+            return Verdict("none")
+        box, plan, inside = self.box, self.plan, self.values["workdir"]
+        self.phase = "verifying"
+        tests, logs = folder(box, "tests", owned=False), folder(box, "logs", owned=False)
+        unpack(archive, tests)
+        home, out = folder(box, "verifier-home", owned=True), folder(box, "logs/verifier", owned=True)
+        removed = scrub(box.path("work"), inside, tuple(box.read_only))
+        binds = [(box.path("work"), inside, True), (home, HOME, True)]
+        binds += [(tests, "/tests", False), (logs, "/logs", True)]
+        self.child = child = Child(box, binds, door=False)
+        tail = Tail(child.output)
+        env = self._environment(HOME if box.wrapped else home)
+        env["FORGE_TESTS"] = "/tests" if box.wrapped else tests
+        env["FORGE_LOGS"] = "/logs/verifier" if box.wrapped else out
+        argv = plan["verify_argv"]
+        if not box.wrapped:  # without mounts of its own, /tests is somewhere else
+            argv = [tests + a.removeprefix("/tests") if a.startswith("/tests/") else a for a in argv]
+        child.go(argv, env, inside, stdin=None, max_processes=plan["limits"]["pids"])
+        status = child.wait(plan["verify_s"], self.stop.wake)
+        killed = self._kill()
+        self._tell({"kind": "log", "stream": "verifier", "tail": tail.text()})
+        if status is None:
+            return Verdict("timeout", killed, error=self.stop.reason or f"not done after {plan['verify_s']} s")
+        return verdict(out, status, removed)
+
+    def _finish(self, said: Verdict, trouble: str = "", *, patience: float = 300.0) -> None:
+        if said.status == "ok":
+            body = {"value": said.value, "source": "verifier", "call_id": None, "detail": said.detail}
+            try:
+                self.control.post("reward", body, patience=patience)
+            except Refused as error:
+                said.status, said.error = "invalid", f"the server refuses the reward: {error}"
+        code = self.exit_code
+        body = {
+            "exit_code": code,
+            "signal": code - 128 if code is not None and code > 128 else None,
+            "stopped_by": self.stopped_by,
+            "verifier": {"status": said.status, "exit_code": said.exit_code, "error": said.error[:2000]},
+            "runner_error": trouble,
+        }
+        self.control.post("finish", body, patience=patience)
+
+    # --- helpers -----------------------------------------------------------------------------------------------
+
+    def _tell(self, *events: dict[str, Any]) -> None:
+        self.control.post("events", {"events": list(events)})
+
+    def _heartbeats(self, every: float) -> None:
+        """Thread: ask whether to go on, at least every ``every`` seconds and when the clock is about to pass."""
+        control, pause = self.control.clone(), every
+        while True:
+            time.sleep(pause)
+            phase = self.phase
+            try:
+                reply = control.post("heartbeat", {"phase": phase})
+            except (Refused, Unreachable) as error:
+                self.stop.dismiss(f"dismissed: {error}")
+                return
+            if reply["action"] == "stop" and phase == self.phase:
+                self.stop.set(reply["reason"] or "stopped")
+            left = reply.get("left_s")
+            pause = every if left is None else min(every, max(left + 0.05, 0.2))
+
+    def _environment(self, home: str) -> dict[str, str]:
+        path = "/usr/local/bin:/usr/bin:/bin"
+        if self.box.env:
+            path = f"{self.box.env}/bin:{path}"
+        python = os.path.dirname(self.box.python)
+        return {"PATH": f"{path}:{python}", "HOME": home, "LANG": "C.UTF-8", "USER": "agent"}
+
+    def _kill(self) -> int | None:
+        return None if self.child is None else self.child.kill()

@@ -1,0 +1,68 @@
+"""Lays out one attempt: its folders, the plan's files, and the plan's placeholders."""
+
+import binascii
+import os
+import re
+from typing import Any
+
+from .confine import HOME, Box
+
+PLACEHOLDER = re.compile(r"\{(base_url|agent_key|model|instruction|workdir|home|env|python|forge)\}")
+
+
+def fill(text: str, values: dict[str, str]) -> str:
+    """Replace the known placeholders, once: what a value contains (an instruction may hold braces) stays."""
+    return PLACEHOLDER.sub(lambda match: values[match[1]], text)
+
+
+def make_folders(box: Box) -> None:
+    """The attempt's folder, with ``work`` and ``home`` owned by the agent's user, and a small ``/etc``."""
+    os.makedirs(box.root, mode=0o711, exist_ok=True)
+    folder(box, "work", owned=True)
+    folder(box, "home", owned=True)
+    uid = box.uid if box.own_user else 1000
+    _plain(box.path("passwd"), f"root:x:0:0:root:/root:/bin/sh\nagent:x:{uid}:{uid}:agent:{HOME}:/bin/sh\n")
+    _plain(box.path("group"), f"root:x:0:\nagent:x:{uid}:\n")
+    _plain(box.path("hosts"), "127.0.0.1 localhost forge\n")
+
+
+def folder(box: Box, name: str, *, owned: bool) -> str:
+    """Make a folder of the attempt; returns its path."""
+    path = box.path(name)
+    os.mkdir(path)
+    os.chmod(path, 0o755)
+    if owned:
+        box.give(path)
+    return path
+
+
+def write_files(box: Box, plan: dict[str, Any], values: dict[str, str]) -> None:
+    """The task's files into ``work``, the harness's (placeholders filled) into ``home``."""
+    for item in plan["task_files"]:
+        put(box, "work", item["path"], binascii.a2b_base64(item["content_b64"]), item["mode"])
+    for item in plan["files"]:
+        put(box, "home", item["path"], fill(item["content"], values).encode(), item["mode"])
+
+
+def put(box: Box, below: str, path: str, content: bytes, mode: int) -> None:
+    """Write one file below a folder of the attempt, with its parent folders, owned by the agent's user."""
+    parts = [p for p in path.split("/") if p not in ("", ".")]
+    if not parts or ".." in parts or path.startswith("/"):
+        raise ValueError(f"file path {path!r} leads out of its folder")
+    place = box.path(below)
+    for part in parts[:-1]:
+        place = os.path.join(place, part)
+        if not os.path.isdir(place):
+            os.mkdir(place, 0o755)
+            box.give(place)
+    place = os.path.join(place, parts[-1])
+    with open(place, "xb") as file:
+        file.write(content)
+    os.chmod(place, mode)
+    box.give(place)
+
+
+def _plain(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+    os.chmod(path, 0o644)

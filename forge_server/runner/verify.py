@@ -1,0 +1,108 @@
+"""Runs the verifier over what the dead agent left, in a sandbox of its own, and reads its word.
+
+The tests arrive only now, at ``/tests``; ``/logs/verifier`` exists only for the verifier. What it writes there is
+read with suspicion: a number in ``reward.txt`` or ``{"reward": number}`` in ``reward.json``, finite and of a
+sensible size, or the verdict is ``invalid``.
+"""
+
+import io
+import json
+import math
+import os
+import stat
+import tarfile
+from typing import Any
+
+REWARD_LIMIT = 1000.0
+FILE_LIMIT = 4096
+
+
+class Verdict:
+    """``status``: ok | crash | timeout | invalid | none, as the protocol names them."""
+
+    def __init__(
+        self,
+        status: str,
+        exit_code: int | None = None,
+        *,
+        value: float | None = None,
+        error: str = "",
+        detail: dict[str, Any] | None = None,
+    ) -> None:
+        self.status, self.exit_code, self.value, self.error, self.detail = status, exit_code, value, error, detail
+
+
+def unpack(data: bytes, into: str) -> None:
+    """Extract the verifier's tar: files and folders only, none outside ``into``, readable by everybody."""
+    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+        for member in archive:
+            path = os.path.normpath(member.name)
+            if path.startswith(("/", "..")):
+                raise ValueError(f"the verifier's archive leads outside: {member.name!r}")
+            target = os.path.join(into, path)
+            if member.isdir():
+                os.makedirs(target, exist_ok=True)
+                continue
+            content = archive.extractfile(member)
+            if content is None:
+                raise ValueError(f"the verifier's archive holds a special file: {member.name!r}")
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            with open(target, "wb") as file:
+                file.write(content.read())
+            os.chmod(target, 0o755 if member.mode & 0o111 else 0o644)
+
+
+def verdict(logs: str, exit_code: int, removed: list[str]) -> Verdict:
+    """What the verifier that ended with ``exit_code`` says, by the files it left in ``logs``.
+
+    ``removed`` (see ``scrub``) goes into the reward's detail. The exit code alone decides nothing: verifiers are
+    often test runners, which fail when a test does.
+    """
+    for name, parse in (("reward.txt", _text), ("reward.json", _json)):
+        try:
+            raw = _read(os.path.join(logs, name))
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            return Verdict("invalid", exit_code, error=f"{name}: {error}")
+        try:
+            value, detail = parse(raw)
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+            return Verdict("invalid", exit_code, error=f"{name} is not a reward ({error}): {raw[:80]!r}")
+        if not math.isfinite(value) or abs(value) > REWARD_LIMIT:
+            what = f"{name}: {value} is not a finite number within ±{REWARD_LIMIT:g}"
+            return Verdict("invalid", exit_code, error=what)
+        if removed:
+            detail["removed_before_verifying"] = removed[:20]
+        return Verdict("ok", exit_code, value=value, detail=detail)
+    if exit_code != 0:
+        return Verdict("crash", exit_code, error=f"the verifier ended with status {exit_code} and no reward")
+    return Verdict("invalid", exit_code, error="the verifier wrote neither reward.txt nor reward.json")
+
+
+def _text(raw: bytes) -> tuple[float, dict[str, Any]]:
+    return float(raw.decode().strip()), {}
+
+
+def _json(raw: bytes) -> tuple[float, dict[str, Any]]:
+    data = json.loads(raw, parse_constant=_not_json)
+    value = data["reward"]
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError("reward is not a number")
+    return float(value), data
+
+
+def _not_json(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _read(path: str) -> bytes:
+    """A small regular file; no link is followed, no fifo is waited for."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode) or info.st_size > FILE_LIMIT:
+            raise ValueError("not a small regular file")
+        return os.read(fd, FILE_LIMIT)
+    finally:
+        os.close(fd)
