@@ -1,0 +1,188 @@
+"""Checkpoint folders: complete or absent, and never pruned before the engine serves something newer.
+
+    step_00012/huggingface/   weights for the engine      (every ``export_every`` steps)
+    step_00012/state/         veRL's resume state         (every ``save_every`` steps)
+    step_00012/manifest.json  written with an export
+    step_00012/metrics.json   what was reported for this step, to be reported again after a crash
+
+A folder is filled under a hidden name, synced, then renamed: whoever sees the final name sees all of it. A
+replay that comes out with the same manifest keeps the folder that is there; one that differs takes the next
+free name (``step_00012_r2``), since the old bytes may be what the engine serves (I8).
+"""
+
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from forge_server.trainer import manifest
+from forge_server.trainer.errors import CheckpointInvalid
+from forge_server.trainer.update import Policy
+
+STATE = "state"
+METRICS = "metrics.json"
+_FOLDER = re.compile(r"step_(\d{5,})(?:_r(\d+))?")
+_STATE_CONTENTS = ["model", "optimizer", "extra"]
+_EXPORT_CONTENTS = ["hf_model"]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One complete folder."""
+
+    step: int
+    path: Path
+    replay: int = 1
+
+    @property
+    def has_state(self) -> bool:
+        return (self.path / STATE).is_dir()
+
+    @property
+    def manifest_sha256(self) -> str | None:
+        return manifest.digest(self.path)
+
+    def metrics(self) -> dict[str, float]:
+        path = self.path / METRICS
+        return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def complete(folder: Path) -> list[Checkpoint]:
+    """Complete checkpoints in ``folder``, oldest first."""
+    found = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        match = _FOLDER.fullmatch(path.name)
+        if match:
+            found.append(Checkpoint(int(match[1]), path, int(match[2] or 1)))
+    return sorted(found, key=lambda checkpoint: (checkpoint.step, checkpoint.replay))
+
+
+def newest_state(folder: Path, *, at_most: int | None = None) -> Checkpoint | None:
+    """The newest checkpoint that training can go on from, of those up to step ``at_most``."""
+    usable = [c for c in complete(folder) if c.has_state and (at_most is None or c.step <= at_most)]
+    return usable[-1] if usable else None
+
+
+def discard_unfinished(folder: Path) -> None:
+    """Remove what dead processes left half-written. Only the holder of the session may call it."""
+    for path in folder.glob(".step_*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def prune(folder: Path, *, acked_step: int) -> None:
+    """Remove checkpoints older than the one the engine acknowledged; what training resumes from stays."""
+    needed = newest_state(folder)
+    for checkpoint in complete(folder):
+        if checkpoint.step < acked_step and (needed is None or checkpoint.path != needed.path):
+            # Rename first: a folder that is being removed must not look complete.
+            doomed = checkpoint.path.with_name(f".{checkpoint.path.name}.old")
+            checkpoint.path.rename(doomed)
+            shutil.rmtree(doomed)
+
+
+def save(
+    policy: Policy,
+    folder: Path,
+    *,
+    step: int,
+    run: str,
+    fence: int,
+    export: bool,
+    state: bool,
+    metrics: dict[str, float],
+) -> Checkpoint:
+    """Write checkpoint ``step``. Collective; returns the same on every rank once it is durable."""
+    unfinished = folder / f".step_{step:05d}.f{fence}"
+    if dist.get_rank() == 0:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+    dist.barrier()
+    manager = policy.engine.checkpoint_manager
+    manager.checkpoint_save_contents = _STATE_CONTENTS * state + _EXPORT_CONTENTS * export
+    policy.actor.save_checkpoint(str(unfinished), global_step=step)
+    manager.previous_saved_paths.clear()  # veRL's own retention knows nothing of acknowledgements
+    for path in unfinished.glob(f"*_rank_{dist.get_rank()}.pt"):
+        _sync(path)
+    dist.barrier()
+    ids = manifest.probe_ids(policy.tokenizer)
+    logprobs = policy.log_probs(ids) if export else []
+    result: list[Any] = [None]
+    if dist.get_rank() == 0:
+        _arrange(unfinished, export=export, state=state)
+        if export:
+            world_size = dist.get_world_size()
+            manifest.write(
+                unfinished, step=step, run=run, world_size=world_size, probe_ids=ids, probe_logprobs=logprobs
+            )
+        (unfinished / METRICS).write_text(json.dumps(metrics))
+        _sync_tree(unfinished)
+        result = [_publish(unfinished, folder, step)]
+    dist.broadcast_object_list(result, src=0)
+    saved: Checkpoint = result[0]
+    return saved
+
+
+def load(policy: Policy, checkpoint: Checkpoint) -> None:
+    """Restore weights, optimiser, schedule. Collective. Raises CheckpointInvalid for another world size."""
+    state = checkpoint.path / STATE
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if not (state / f"model_world_size_{world_size}_rank_{rank}.pt").is_file():
+        raise CheckpointInvalid(
+            f"{state} was not written by a job of {world_size} processes, and veRL's state is bound to the "
+            "world size: start the trainer with the number of processes it had"
+        )
+    policy.actor.load_checkpoint(str(state))
+
+
+def _arrange(unfinished: Path, *, export: bool, state: bool) -> None:
+    """veRL's flat folder -> ours."""
+    if not export:
+        shutil.rmtree(unfinished / manifest.WEIGHTS)
+    for path in (unfinished / manifest.WEIGHTS).glob("*"):
+        path.chmod(0o644)  # the engine may run as another user
+    if state:
+        (unfinished / STATE).mkdir()
+    for path in [entry for entry in unfinished.iterdir() if entry.is_file()]:
+        if state:
+            path.rename(unfinished / STATE / path.name)
+        else:
+            path.unlink()
+
+
+def _publish(unfinished: Path, folder: Path, step: int) -> Checkpoint:
+    """Give the synced folder its final name, or give it up for an equal one that is there already."""
+    same_step = [c for c in complete(folder) if c.step == step]
+    sha256 = manifest.digest(unfinished)
+    equal = next((c for c in same_step if c.manifest_sha256 == sha256), None)
+    if equal is not None and (equal.has_state or not (unfinished / STATE).is_dir()):
+        shutil.rmtree(unfinished)
+        return equal
+    if equal is not None:
+        (unfinished / STATE).rename(equal.path / STATE)
+        _sync(equal.path)
+        shutil.rmtree(unfinished)
+        return equal
+    replay = same_step[-1].replay + 1 if same_step else 1
+    final = folder / (f"step_{step:05d}" if replay == 1 else f"step_{step:05d}_r{replay}")
+    unfinished.rename(final)
+    _sync(folder)
+    return Checkpoint(step, final, replay)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_tree(root: Path) -> None:
+    for path in root.rglob("*"):
+        _sync(path)
+    _sync(root)
