@@ -73,5 +73,8 @@ class SwapReport(msgspec.Struct, frozen=True, kw_only=True):
     total_s: float
     aborted_running: bool
     probe_max_gap: float
+    probe_moved: float
+    """Largest difference between the manifest's logprobs and the engine's before the swap: what the probe could
+    tell apart. Not above ``probe_tolerance``: the probe could not have noticed that the old weights stayed."""
     probe_tolerance: float
     probe_tokens: int
