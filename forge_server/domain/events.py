@@ -1,8 +1,8 @@
 """Events: everything that may change the state of a run, group, rollout or attempt.
 
-An event is a *fact or a wish* stated by whoever saw it (proxy, scheduler, runner API, controller, a person); what
-follows from it is decided in one place, ``lifecycle``. Events are plain data and may be stated twice: the
-lifecycle answers the second with ``repeat``.
+An event is a *fact or a wish* stated by whoever saw it (proxy, scheduler, runner API, controller, a
+person); what follows from it is decided in one place, ``lifecycle``. Events are plain data and may be
+stated twice: the lifecycle answers the second with ``repeat``.
 """
 
 from enum import StrEnum
@@ -18,11 +18,13 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     """Base of all events."""
 
 
-# --- runs and groups ------------------------------------------------------------------------------------------
+# --- runs and groups -------------------------------------------------------------------------------------
 
 
 class RunCreated(Event, frozen=True, kw_only=True):
-    """A run is admitted. A second one with the same name is refused (``name_taken``) unless its id is equal."""
+    """A run is admitted. A second one with the same name is refused (``name_taken``) unless its id is
+    equal.
+    """
 
     run_id: str
     name: str
@@ -50,7 +52,9 @@ class RunEnded(Event, frozen=True, kw_only=True):
 
 
 class RolloutCreated(Event, frozen=True, kw_only=True):
-    """A rollout is admitted, alone (evaluation, recording, a harness that registered itself) or in a group."""
+    """A rollout is admitted, alone (evaluation, recording, a harness that registered itself) or in a
+    group.
+    """
 
     rollout_id: str
     run_id: str
@@ -95,7 +99,7 @@ class BatchAssembled(Event, frozen=True, kw_only=True):
     stats: dict[str, Any]
 
 
-# --- rollouts -------------------------------------------------------------------------------------------------
+# --- rollouts --------------------------------------------------------------------------------------------
 
 
 class RolloutCancelled(Event, frozen=True, kw_only=True):
@@ -109,7 +113,7 @@ class RolloutRetried(Event, frozen=True, kw_only=True):
     rollout_id: str
 
 
-# --- attempts -------------------------------------------------------------------------------------------------
+# --- attempts --------------------------------------------------------------------------------------------
 
 
 class AttemptQueued(Event, frozen=True, kw_only=True):
@@ -229,8 +233,8 @@ class Fact(StrEnum):
 class BackendFact(Event, frozen=True, kw_only=True):
     """A backend's fact that ends the attempt unless the runner's finish came first.
 
-    ``independent``: the agent cannot have caused it (I5); a backend says so only if its sandbox keeps the agent
-    from killing or starving the runner.
+    ``independent``: the agent cannot have caused it (I5); a backend says so only if its sandbox keeps the
+    agent from killing or starving the runner.
     """
 
     attempt_id: str
@@ -263,7 +267,7 @@ class ServerLost(Event, frozen=True, kw_only=True):
     attempt_id: str
 
 
-# --- clocks and everything else -------------------------------------------------------------------------------
+# --- clocks and everything else --------------------------------------------------------------------------
 
 
 class HoldBegan(Event, frozen=True, kw_only=True):
@@ -289,7 +293,7 @@ class Noted(Event, frozen=True, kw_only=True):
     data: dict[str, Any]
 
 
-# --- answers --------------------------------------------------------------------------------------------------
+# --- answers ---------------------------------------------------------------------------------------------
 
 
 class EventRow(msgspec.Struct, frozen=True, kw_only=True):

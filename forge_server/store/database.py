@@ -1,8 +1,8 @@
 """The store: one database, one writer, a few readers.
 
-Owns the life of both: it locks the database against a second server, checks the schema's revision, and is the only
-thing that hands out connections. What is written is durable when ``write``, ``insert`` or ``write_rows`` returns
-(invariants I1 and I12 rest on it).
+Owns the life of both: it locks the database against a second server, checks the schema's revision, and is
+the only thing that hands out connections. What is written is durable when ``write``, ``insert`` or
+``write_rows`` returns (invariants I1 and I12 rest on it).
 """
 
 import asyncio
@@ -40,9 +40,9 @@ class Store:
     def open(cls, url: str, *, create: bool = False, lock: bool = True) -> Self:
         """Open the database at ``url``.
 
-        ``create``: make it when it is missing and migrate it when it is old; otherwise both are errors that name
-        the mend. ``lock=False`` opens it for reading only, beside the server that may be running.
-        Raises StoreError.
+        ``create``: make it when it is missing and migrate it when it is old; otherwise both are errors
+        that name the mend. ``lock=False`` opens it for reading only, beside the server that may be
+        running. Raises StoreError.
         """
         parsed = engines.parse(url)
         file, where = engines.sqlite_file(parsed), engines.place(parsed)
@@ -67,8 +67,9 @@ class Store:
     ) -> T:
         """Run ``fn`` in the writer's transaction; returns its result after COMMIT.
 
-        ``fn`` may run twice and fails alone. ``size``: bytes it holds, for the bound of the queue. ``after`` is
-        called on the loop after COMMIT, in commit order, even if the caller was cancelled meanwhile.
+        ``fn`` may run twice and fails alone. ``size``: bytes it holds, for the bound of the queue.
+        ``after`` is called on the loop after COMMIT, in commit order, even if the caller was cancelled
+        meanwhile.
         """
         result: T = await self._writing().submit(fn, size, after)
         return result
@@ -80,8 +81,9 @@ class Store:
     async def write_rows(self, rows: Iterable[tuple[sa.Table | sa.Executable, Row]]) -> None:
         """Several rows as one durable unit, in this order.
 
-        Besides tables (insert) it takes statements with bind parameters (an update by id, an insert that ignores
-        conflicts); build a statement once, since rows are gathered by the identity of their statement.
+        Besides tables (insert) it takes statements with bind parameters (an update by id, an insert that
+        ignores conflicts); build a statement once, since rows are gathered by the identity of their
+        statement.
         """
         unit = tuple((_insert(what) if isinstance(what, sa.Table) else what, row) for what, row in rows)
         if unit:

@@ -1,7 +1,8 @@
 """Connections to SQLite and Postgres: pragmas, transactions, and the place named in errors.
 
-SQLite: WAL with synchronous=FULL, so that a commit survives power loss; writers begin IMMEDIATE, since a deferred
-transaction that reads first and writes later fails with SQLITE_BUSY_SNAPSHOT whatever the busy timeout.
+SQLite: WAL with synchronous=FULL, so that a commit survives power loss; writers begin IMMEDIATE, since a
+deferred transaction that reads first and writes later fails with SQLITE_BUSY_SNAPSHOT whatever the busy
+timeout.
 """
 
 from pathlib import Path

@@ -1,7 +1,7 @@
 """Tells a fault of the database (full disk, lock, read-only, lost connection) from a fault of the statement.
 
-The first kind concerns everybody who waits and may pass; it becomes a ``StoreError`` with its mend. The second
-kind belongs to the one who wrote the statement and is passed on unchanged.
+The first kind concerns everybody who waits and may pass; it becomes a ``StoreError`` with its mend. The
+second kind belongs to the one who wrote the statement and is passed on unchanged.
 """
 
 import sqlite3
@@ -23,7 +23,10 @@ _SQLITE = {
 }
 
 _POSTGRES = {
-    "08": ("the connection to Postgres was lost", "check that Postgres runs; the server reconnects by itself"),
+    "08": (
+        "the connection to Postgres was lost",
+        "check that Postgres runs; the server reconnects by itself",
+    ),
     "25006": ("Postgres accepts no writes (read-only)", "connect to the primary"),
     "28": ("Postgres refused the login", "check user and password in [store] url"),
     "3D": ("there is no such Postgres database", "create it, or correct [store] url"),

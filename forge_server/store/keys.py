@@ -1,7 +1,8 @@
 """Keys (invariant I10): HMACs of the instance's secret, so that nothing is stored and none can be guessed.
 
-A key reads ``fk-SCOPE-SUBJECT-HEX``: it names its attempt (or run), so that routes without an attempt in their path
-find it. A right key only proves who speaks; whether the attempt still lives is for the caller to check.
+A key reads ``fk-SCOPE-SUBJECT-HEX``: it names its attempt (or run), so that routes without an attempt in
+their path find it. A right key only proves who speaks; whether the attempt still lives is for the caller
+to check.
 """
 
 import hmac
@@ -27,7 +28,9 @@ class Claim(msgspec.Struct, frozen=True):
 
 
 def attempt_key(secret: bytes, attempt_id: str, scope: Literal["agent", "runner", "join"]) -> str:
-    """The key of an attempt: ``agent`` for inference, ``runner`` for its lifecycle, ``join`` to start once."""
+    """The key of an attempt: ``agent`` for inference, ``runner`` for its lifecycle, ``join`` to start
+    once.
+    """
     return _key(secret, scope, attempt_id)
 
 

@@ -1,8 +1,8 @@
 """The server's lock: one server per database. A second one is refused before it can do harm.
 
 SQLite: an flock on ``FILE.lock`` beside the database, held by the kernel as long as the process lives.
-Postgres: an advisory lock of the writing connection itself, so that a server which has lost its connection cannot
-write until it has the lock again.
+Postgres: an advisory lock of the writing connection itself, so that a server which has lost its
+connection cannot write until it has the lock again.
 """
 
 import fcntl
@@ -47,7 +47,9 @@ class FileLock:
 
 
 def take_advisory(connection: sa.Connection, where: str) -> None:
-    """Take the Postgres lock for the life of ``connection``. Raises StoreError when another session has it."""
+    """Take the Postgres lock for the life of ``connection``. Raises StoreError when another session has
+    it.
+    """
     taken = connection.execute(sa.select(sa.func.pg_try_advisory_lock(_ADVISORY))).scalar_one()
     connection.rollback()
     if not taken:

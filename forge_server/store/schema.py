@@ -1,4 +1,5 @@
-"""The schema's revision: checked when a database is opened, changed only on request (Alembic, ``migrations/``).
+"""The schema's revision: checked when a database is opened, changed only on request (Alembic,
+``migrations/``).
 
 A migration that is killed half-way leaves the old schema: each runs in one transaction, on SQLite too.
 """

@@ -54,7 +54,9 @@ runs = sa.Table(
     sa.Column("reason", sa.Text, nullable=False, server_default=""),  # why paused or failed
     sa.Column("settings", sa.JSON, nullable=False),  # the [[run]] table as it was given, defaults filled in
     sa.Column("step", sa.Integer, nullable=False, server_default="0"),  # batches assembled so far
-    sa.Column("infra_streak", sa.Integer, nullable=False, server_default="0"),  # infra failures in a row: breaker
+    sa.Column(
+        "infra_streak", sa.Integer, nullable=False, server_default="0"
+    ),  # infra failures in a row: breaker
     sa.Column("base_version", sa.Integer),  # the policy version that training started from
     sa.Column("created_at", sa.Double, nullable=False),
     sa.Column("ended_at", sa.Double),
@@ -84,12 +86,16 @@ groups = sa.Table(
     _id(),
     _ref("run_id", "runs.id"),
     _ref("task_id", "tasks.id", index=False),
-    sa.Column("step", sa.Integer, nullable=False),  # the run step it was drawn for (1-based); eval round for evals
+    sa.Column(
+        "step", sa.Integer, nullable=False
+    ),  # the run step it was drawn for (1-based); eval round for evals
     sa.Column("round", sa.Integer, nullable=False, server_default="0"),  # generation round within the step
     sa.Column("mode", sa.String(8), nullable=False),  # train | eval | record
     sa.Column("size", sa.Integer, nullable=False),
     sa.Column("batch_k", sa.Integer),  # the batch it was trained in
-    sa.Column("dropped", sa.String(32), nullable=False, server_default=""),  # equal_rewards | too_few_valid | stale
+    sa.Column(
+        "dropped", sa.String(32), nullable=False, server_default=""
+    ),  # equal_rewards | too_few_valid | stale
     sa.Column("created_at", sa.Double, nullable=False),
     sa.Index("ix_groups_run_id_step", "run_id", "step"),
 )
@@ -104,7 +110,9 @@ rollouts = sa.Table(
     sa.Column("slot", sa.Integer, nullable=False, server_default="0"),
     sa.Column("harness", sa.String(64), nullable=False),
     sa.Column("mode", sa.String(8), nullable=False),  # train | eval | record
-    sa.Column("external", sa.Boolean, nullable=False, server_default=sa.false()),  # registered by a harness itself
+    sa.Column(
+        "external", sa.Boolean, nullable=False, server_default=sa.false()
+    ),  # registered by a harness itself
     sa.Column("state", sa.String(16), nullable=False),
     sa.Column("epoch", sa.Integer, nullable=False, server_default="0"),
     sa.Column("attempts", sa.Integer, nullable=False, server_default="0"),  # made so far
@@ -129,19 +137,25 @@ attempts = sa.Table(
     sa.Column("state", sa.String(16), nullable=False, index=True),
     sa.Column("epoch", sa.Integer, nullable=False, server_default="0"),
     sa.Column("backend", sa.String(16), nullable=False),  # local | kubernetes | external
-    sa.Column("handle", sa.JSON),  # what the backend needs to find it again (pid + start time, pod name + uid)
+    sa.Column(
+        "handle", sa.JSON
+    ),  # what the backend needs to find it again (pid + start time, pod name + uid)
     sa.Column("start_nonce", sa.String(64)),  # nonce of the runner that joined
     sa.Column("startup_deadline", sa.Double),
     sa.Column("agent_deadline", sa.Double),
     sa.Column("verify_deadline", sa.Double),
     sa.Column("heartbeat_at", sa.Double),
-    sa.Column("stop_reason", sa.String(32), nullable=False, server_default=""),  # why the runner is told to stop
+    sa.Column(
+        "stop_reason", sa.String(32), nullable=False, server_default=""
+    ),  # why the runner is told to stop
     sa.Column("exit_code", sa.Integer),  # of the harness, as the runner reported it
     sa.Column("outcome", sa.String(16)),
     sa.Column("kind", sa.String(32)),
     sa.Column("reward", sa.Double),
     sa.Column("evidence", sa.JSON),  # facts that decided the outcome
-    sa.Column("not_trained", sa.String(64), nullable=False, server_default=""),  # I4: reason, "" when trainable
+    sa.Column(
+        "not_trained", sa.String(64), nullable=False, server_default=""
+    ),  # I4: reason, "" when trainable
     sa.Column("created_at", sa.Double, nullable=False),
     sa.Column("launched_at", sa.Double),
     sa.Column("started_at", sa.Double),  # the runner joined
@@ -192,7 +206,9 @@ calls = sa.Table(
     sa.Column("delivered", sa.String(8), nullable=False, server_default="unknown"),
     sa.Column("untrainable", sa.String(24)),  # Untrainable; NULL = trainable, meaningful once ended
     sa.Column("flags", sa.JSON),  # what was clamped, lifted, dropped or labelled
-    sa.Column("label", sa.String(32), nullable=False, server_default=""),  # side call label of the harness spec
+    sa.Column(
+        "label", sa.String(32), nullable=False, server_default=""
+    ),  # side call label of the harness spec
     sa.Column("forest_key", sa.String(64), nullable=False, server_default=""),
     sa.Column("parent_id", BigInt),  # logical parent: the longest delivered call that is an exact prefix
     sa.Column("prefix_len", sa.Integer),  # prompt tokens shared with the storage parent
@@ -211,7 +227,9 @@ call_tokens = sa.Table(
     "call_tokens",
     metadata,
     sa.Column("call_id", BigInt, primary_key=True, autoincrement=False),
-    sa.Column("data", sa.LargeBinary, nullable=False),  # trajectory.codec: prompt delta, completion, logprobs, spans
+    sa.Column(
+        "data", sa.LargeBinary, nullable=False
+    ),  # trajectory.codec: prompt delta, completion, logprobs, spans
     sa.Column("prompt_digest", sa.LargeBinary, nullable=False),  # 16 bytes over the full prompt
 )
 

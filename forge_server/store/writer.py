@@ -1,13 +1,15 @@
 """The one writer: every change of the database goes through this thread, in transactions that many share.
 
-Natural group commit: what queued while the last commit ran is one transaction, so that a lone caller waits for one
-commit and sixty-four callers share it. A unit (the rows or the function of one caller) is durable when its caller
-is answered, and fails alone: a batch with a failing unit is rolled back and run again with a savepoint around each
-unit, so a unit's function may run more than once and must do nothing but talk to the connection. A fault of the
-database itself (full disk, lock, lost connection) is told to everybody who waits; the writer reconnects and goes on.
+Natural group commit: what queued while the last commit ran is one transaction, so that a lone caller
+waits for one commit and sixty-four callers share it. A unit (the rows or the function of one caller) is
+durable when its caller is answered, and fails alone: a batch with a failing unit is rolled back and run
+again with a savepoint around each unit, so a unit's function may run more than once and must do nothing
+but talk to the connection. A fault of the database itself (full disk, lock, lost connection) is told to
+everybody who waits; the writer reconnects and goes on.
 
-Units that wait at the same time may run in any order (rows for one table are gathered into one ``executemany``);
-whoever depends on a unit awaits it first. The queue is bounded in bytes: above it callers wait, which holds calls.
+Units that wait at the same time may run in any order (rows for one table are gathered into one
+``executemany``); whoever depends on a unit awaits it first. The queue is bounded in bytes: above it
+callers wait, which holds calls.
 """
 
 import asyncio
@@ -56,7 +58,8 @@ def row_bytes(row: Row) -> int:
 class Writer:
     """Owns the writing connection and its thread.
 
-    ``connect`` opens the connection (and, on Postgres, takes the server's lock with it); it raises StoreError.
+    ``connect`` opens the connection (and, on Postgres, takes the server's lock with it); it raises
+    StoreError.
     """
 
     def __init__(
@@ -77,13 +80,13 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="store-writer", daemon=True)
         self._thread.start()
 
-    # --- callers' side (event loop) ---------------------------------------------------------------------------
+    # --- callers' side (event loop) ----------------------------------------------------------------------
 
     async def submit(self, work: Work | Rows, size: int, after: Callable[[Any], None] | None = None) -> Any:
         """Queue a unit and return its result after COMMIT.
 
-        ``after`` is called on the loop with the result, in commit order, also when the caller has been cancelled
-        meanwhile. Raises StoreError, or what the unit raised.
+        ``after`` is called on the loop with the result, in commit order, also when the caller has been
+        cancelled meanwhile. Raises StoreError, or what the unit raised.
         """
         loop = asyncio.get_running_loop()
         while True:
@@ -109,7 +112,7 @@ class Writer:
             self._wake.notify()
         self._thread.join()
 
-    # --- writer thread ----------------------------------------------------------------------------------------
+    # --- writer thread -----------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while True:

@@ -1,0 +1,125 @@
+"""The clocks of attempts: which deadlines are behind, and how held time moves them.
+
+Deadlines are rows. When a hold ends, its length is added to every agent deadline that was running; a
+downtime of the server is added to all clocks. While a hold lasts, its length so far counts as added
+(I12).
+"""
+
+import sqlalchemy as sa
+
+from forge_server.domain import clock
+from forge_server.domain.clock import Interval
+from forge_server.domain.events import Clock, DeadlinePassed
+from forge_server.domain.states import AttemptState
+from forge_server.store import rows
+from forge_server.store import tables as t
+from forge_server.store.rows import AttemptRow
+
+_WATCHED: dict[Clock, frozenset[AttemptState]] = {
+    Clock.STARTUP: frozenset({AttemptState.LAUNCHING, AttemptState.STARTING}),
+    Clock.AGENT: frozenset({AttemptState.RUNNING}),
+    Clock.VERIFY: frozenset({AttemptState.SEALED, AttemptState.VERIFYING}),
+    Clock.HEARTBEAT: frozenset(
+        {AttemptState.STARTING, AttemptState.RUNNING, AttemptState.SEALED, AttemptState.VERIFYING}
+    ),
+}
+
+
+def due(connection: sa.Connection, now: float, silence_s: float) -> list[DeadlinePassed]:
+    """Deadlines that are behind; ``silence_s`` is how long a runner may send no heartbeat.
+
+    Attempts of external harnesses send none and have no such clock.
+    """
+    a = t.attempts.c
+    watched = sa.or_(
+        a.startup_deadline <= now,
+        a.agent_deadline <= now,
+        a.verify_deadline <= now,
+        a.heartbeat_at <= now - silence_s,
+    )
+    query = rows.select(AttemptRow).where(a.state.in_(_live()), watched)
+    found = []
+    for attempt in rows.fetch(connection, AttemptRow, query):
+        for kind in Clock:
+            if is_due(connection, attempt, kind, now, silence_s):
+                found.append(DeadlinePassed(attempt_id=attempt.id, clock=kind, limit_s=silence_s))
+                break
+    return found
+
+
+def is_due(connection: sa.Connection, attempt: AttemptRow, kind: Clock, now: float, silence_s: float) -> bool:
+    """Whether the attempt is in a state that this clock watches and its deadline is behind."""
+    if attempt.state not in _WATCHED[kind]:
+        return False
+    if kind is Clock.HEARTBEAT:
+        return (
+            attempt.backend != "external"
+            and attempt.heartbeat_at is not None
+            and attempt.heartbeat_at + silence_s <= now
+        )
+    deadline = {
+        Clock.STARTUP: attempt.startup_deadline,
+        Clock.AGENT: attempt.agent_deadline,
+        Clock.VERIFY: attempt.verify_deadline,
+    }[kind]
+    if deadline is None or deadline > now:
+        return False
+    if kind is not Clock.AGENT:
+        return True
+    assert attempt.running_at is not None
+    return deadline + clock.uncharged(attempt.running_at, open_holds(connection, now)) <= now
+
+
+def left(connection: sa.Connection, attempt: AttemptRow, now: float) -> float | None:
+    """Seconds left on the clock that the attempt's state is under, or None when it has none."""
+    if attempt.state is AttemptState.RUNNING and attempt.agent_deadline is not None:
+        assert attempt.running_at is not None
+        held = clock.uncharged(attempt.running_at, open_holds(connection, now))
+        return max(0.0, attempt.agent_deadline + held - now)
+    for kind, deadline in (
+        (Clock.STARTUP, attempt.startup_deadline),
+        (Clock.VERIFY, attempt.verify_deadline),
+    ):
+        if attempt.state in _WATCHED[kind] and deadline is not None:
+            return max(0.0, deadline - now)
+    return None
+
+
+def open_holds(connection: sa.Connection, now: float) -> list[Interval]:
+    """Holds that last, as intervals up to now."""
+    query = sa.select(t.holds.c.begin_at).where(t.holds.c.end_at.is_(None))
+    return [Interval(begin, now) for begin in connection.execute(query).scalars()]
+
+
+def add_hold(connection: sa.Connection, held: list[Interval]) -> None:
+    """Move the agent deadlines of running attempts by the part of ``held`` that they ran in."""
+    _shift(connection, Clock.AGENT, t.attempts.c.running_at, t.attempts.c.agent_deadline, held)
+
+
+def add_downtime(connection: sa.Connection, held: list[Interval], down: Interval) -> None:
+    """Move every clock by the downtime; agent clocks by the holds that it cut short as well."""
+    add_hold(connection, [*held, down])
+    _shift(connection, Clock.STARTUP, t.attempts.c.launched_at, t.attempts.c.startup_deadline, [down])
+    _shift(connection, Clock.VERIFY, t.attempts.c.sealed_at, t.attempts.c.verify_deadline, [down])
+
+
+def _shift(
+    connection: sa.Connection,
+    kind: Clock,
+    started: sa.Column[float],
+    deadline: sa.Column[float],
+    held: list[Interval],
+) -> None:
+    query = sa.select(t.attempts.c.id, started.label("started"), deadline.label("deadline")).where(
+        t.attempts.c.state.in_(sorted(_WATCHED[kind])), started.is_not(None), deadline.is_not(None)
+    )
+    moved = [
+        {"which": row.id, deadline.name: row.deadline + clock.uncharged(row.started, held)}
+        for row in connection.execute(query).all()
+    ]
+    if moved:
+        connection.execute(sa.update(t.attempts).where(t.attempts.c.id == sa.bindparam("which")), moved)
+
+
+def _live() -> list[str]:
+    return sorted({state.value for states in _WATCHED.values() for state in states})

@@ -1,0 +1,71 @@
+"""What a start finds of the life before it (invariants I1, I6, I12).
+
+The time since the last liveness beat was a downtime: it is written down as a hold and added to all
+clocks. Calls without an end belong to a proxy that is gone: their end is ``server_lost`` (their answers
+never left, since an end is committed first). Local attempts died with the server and are lost; pods and
+external harnesses go on, and get one full silence before anybody misses their heartbeat.
+"""
+
+import msgspec
+import sqlalchemy as sa
+
+from forge_server.domain.clock import Interval
+from forge_server.domain.states import AttemptState, CallEnd, Untrainable
+from forge_server.lifecycle import deadlines
+from forge_server.store import instance
+from forge_server.store import tables as t
+
+
+class Recovery(msgspec.Struct, frozen=True, kw_only=True):
+    """What was found. ``lost_attempts`` are local; ``adopted_attempts`` go on."""
+
+    downtime_s: float
+    lost_calls: int
+    lost_attempts: tuple[str, ...]
+    adopted_attempts: tuple[str, ...]
+
+
+def settle(connection: sa.Connection, now: float) -> Recovery:
+    """Write down the downtime and end the calls of the former life, in one transaction."""
+    down = _downtime(connection, now)
+    lost_calls = connection.execute(
+        sa.update(t.calls)
+        .where(t.calls.c.end.is_(None))
+        .values(end=CallEnd.SERVER_LOST.value, ended_at=now, untrainable=Untrainable.NOT_OK.value)
+    ).rowcount
+    live = connection.execute(
+        sa.select(t.attempts.c.id, t.attempts.c.backend)
+        .where(t.attempts.c.state != AttemptState.ENDED)
+        .order_by(t.attempts.c.id)
+    ).all()
+    connection.execute(
+        sa.update(t.attempts)
+        .where(t.attempts.c.state != AttemptState.ENDED, t.attempts.c.heartbeat_at.is_not(None))
+        .values(heartbeat_at=now)
+    )
+    return Recovery(
+        downtime_s=down,
+        lost_calls=lost_calls,
+        lost_attempts=tuple(row.id for row in live if row.backend == "local"),
+        adopted_attempts=tuple(row.id for row in live if row.backend != "local"),
+    )
+
+
+def _downtime(connection: sa.Connection, now: float) -> float:
+    alive_at = instance.last_alive(connection)
+    open_holds = connection.execute(
+        sa.select(t.holds.c.id, t.holds.c.begin_at).where(t.holds.c.end_at.is_(None))
+    ).all()
+    instance.beat(connection, now)
+    if alive_at is None:
+        return 0.0
+    down = Interval(min(alive_at, now), now)
+    held = [Interval(row.begin_at, now) for row in open_holds]
+    deadlines.add_downtime(connection, held, down)
+    if open_holds:
+        connection.execute(sa.update(t.holds).where(t.holds.c.end_at.is_(None)).values(end_at=now))
+    if down.end > down.begin:
+        connection.execute(
+            sa.insert(t.holds), {"reason": "server_down", "begin_at": down.begin, "end_at": down.end}
+        )
+    return down.end - down.begin

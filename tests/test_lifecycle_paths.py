@@ -1,0 +1,342 @@
+"""The lifecycle's ways, one by one: what each event changes, and why it sometimes changes nothing."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from forge_server.domain import events as e
+from forge_server.domain.events import Applied, EventRow, Refusal
+from forge_server.domain.outcome import Kind, Outcome
+from forge_server.domain.states import AttemptState, CallEnd, RolloutState, RunState
+from forge_server.lifecycle.apply import Lifecycle
+from forge_server.store import rows
+from forge_server.store import tables as t
+from forge_server.store.database import Store
+from forge_server.store.rows import AttemptRow, RolloutRow, RunRow
+
+
+class World:
+    """A store, a lifecycle and a clock that only moves when told."""
+
+    def __init__(self, store: Store, breaker_after: int = 12) -> None:
+        self.now = 1_000.0
+        self.store = store
+        self.lifecycle = Lifecycle(store, clock=lambda: self.now, breaker_after=breaker_after)
+        self.heard: list[EventRow] = []
+        self.lifecycle.subscribe(self.heard.append)
+        self._calls = 0
+
+    async def apply(self, event: e.Event) -> Applied:
+        return await self.lifecycle.apply(event)
+
+    async def run(self, rollouts: int = 1, max_attempts: int = 3, mode: Any = "train") -> None:
+        await self.apply(e.RunCreated(run_id="ru", name="r", kind="train", settings={}))
+        await self.store.insert(
+            t.tasks,
+            {
+                "id": "ta",
+                "name": "t",
+                "taskset": "s",
+                "digest": "d",
+                "instruction": "i",
+                "definition": {},
+                "min_reward": -1.0,
+                "created_at": 0.0,
+            },
+        )
+        members = tuple(
+            e.RolloutCreated(
+                rollout_id=f"ro{n}",
+                run_id="ru",
+                harness="react",
+                mode=mode,
+                task_id="ta",
+                group_id="gr",
+                slot=n,
+                max_attempts=max_attempts,
+            )
+            for n in range(rollouts)
+        )
+        await self.apply(
+            e.GroupCreated(group_id="gr", run_id="ru", task_id="ta", step=1, mode=mode, rollouts=members)
+        )
+
+    async def start(self, attempt: str, rollout: str = "ro0", backend: Any = "local") -> None:
+        for event in (
+            e.AttemptQueued(attempt_id=attempt, rollout_id=rollout, backend=backend),
+            e.AttemptLaunching(attempt_id=attempt, startup_s=60),
+            e.AttemptLaunched(attempt_id=attempt, handle={"pid": 1}),
+            e.RunnerJoined(attempt_id=attempt, nonce="n"),
+            e.HarnessStarted(attempt_id=attempt, agent_s=600),
+        ):
+            assert (await self.apply(event)).applied
+
+    async def call(self, attempt: str, seq: int, end: CallEnd | None = CallEnd.OK, error: str = "") -> None:
+        self._calls += 1
+        await self.store.insert(
+            t.calls,
+            {
+                "id": self._calls,
+                "attempt_id": attempt,
+                "seq": seq,
+                "dialect": "chat",
+                "mode": "record",
+                "request_digest": b"x" * 16,
+                "began_at": self.now,
+                "end": end,
+                "error": error or None,
+            },
+        )
+
+    async def finish(self, attempt: str, reward: float | None = 1.0, **finish: Any) -> Applied:
+        await self.apply(e.AttemptSealed(attempt_id=attempt))
+        await self.apply(e.VerifierFetched(attempt_id=attempt, verify_s=120))
+        if reward is not None:
+            await self.apply(e.RewardReported(attempt_id=attempt, value=reward, source="verifier"))
+        finish.setdefault("verifier", e.VerifierReport(status="ok"))
+        finish.setdefault("exit_code", 0)
+        return await self.apply(e.RunnerFinished(attempt_id=attempt, **finish))
+
+    async def attempt(self, id: str) -> AttemptRow:
+        row = await self.store.read(lambda c: rows.by_id(c, AttemptRow, id))
+        assert row is not None
+        return row
+
+    async def rollout(self, id: str = "ro0") -> RolloutRow:
+        row = await self.store.read(lambda c: rows.by_id(c, RolloutRow, id))
+        assert row is not None
+        return row
+
+    async def run_row(self) -> RunRow:
+        row = await self.store.read(lambda c: rows.by_id(c, RunRow, "ru"))
+        assert row is not None
+        return row
+
+    def kinds(self) -> list[str]:
+        return [row.kind for row in self.heard]
+
+
+@pytest.fixture
+async def world(database_url: str) -> AsyncIterator[World]:
+    store = Store.open(database_url, create=True)
+    yield World(store)
+    store.close()
+
+
+async def test_the_straight_way(world: World) -> None:
+    await world.run()
+    await world.start("at1")
+    await world.call("at1", 0)
+    assert (await world.finish("at1")).applied
+    attempt, rollout = await world.attempt("at1"), await world.rollout()
+    assert (attempt.outcome, attempt.kind, attempt.reward) == (Outcome.COMPLETED, Kind.OK, 1.0)
+    assert attempt.not_trained == "" and attempt.state is AttemptState.ENDED
+    assert (rollout.outcome, rollout.reward, rollout.final_attempt_id) == (Outcome.COMPLETED, 1.0, "at1")
+    assert world.kinds() == [
+        "run_created",
+        "group_created",
+        "rollout_created",
+        "attempt_queued",
+        "attempt_launching",
+        "attempt_launched",
+        "attempt_starting",
+        "attempt_running",
+        "attempt_sealed",
+        "attempt_verifying",
+        "reward_reported",
+        "attempt_ended",
+        "rollout_ended",
+        "group_complete",
+    ]
+    assert [row.id for row in world.heard] == sorted(row.id for row in world.heard)
+
+
+async def test_repeats_change_nothing(world: World) -> None:
+    await world.run()
+    await world.start("at1")
+    again = [
+        e.AttemptQueued(attempt_id="at1", rollout_id="ro0", backend="local"),
+        e.AttemptLaunched(attempt_id="at1", handle={"pid": 1}),
+        e.RunnerJoined(attempt_id="at1", nonce="n"),
+        e.HarnessStarted(attempt_id="at1", agent_s=600),
+    ]
+    await world.call("at1", 0)
+    count = len(world.heard)
+    for event in again:
+        assert (await world.apply(event)).refusal is Refusal.REPEAT
+    assert len(world.heard) == count
+    await world.finish("at1")
+    count = len(world.heard)
+    for event in (
+        e.AttemptSealed(attempt_id="at1"),
+        e.RewardReported(attempt_id="at1", value=1.0, source="verifier"),
+        e.RunnerFinished(attempt_id="at1", exit_code=0),
+    ):
+        assert (await world.apply(event)).refusal is Refusal.REPEAT
+    assert len(world.heard) == count
+
+
+async def test_another_runner_is_refused(world: World) -> None:
+    await world.run()
+    await world.start("at1")
+    assert (await world.apply(e.RunnerJoined(attempt_id="at1", nonce="m"))).refusal is Refusal.OTHER_NONCE
+
+
+async def test_first_terminal_event_wins(world: World) -> None:
+    await world.run()
+    await world.start("at1")
+    await world.call("at1", 0)
+    await world.finish("at1")
+    late = e.BackendFact(attempt_id="at1", fact=e.Fact.NODE_LOST, evidence={})
+    assert (await world.apply(late)).refusal is Refusal.ENDED
+    assert (await world.rollout()).outcome is Outcome.COMPLETED
+
+
+async def test_infra_failure_gets_a_new_attempt_after_a_pause_until_max_attempts(world: World) -> None:
+    await world.run(max_attempts=2)
+    await world.start("at1")
+    await world.apply(e.BackendFact(attempt_id="at1", fact=e.Fact.NODE_LOST, evidence={"node": "n1"}))
+    rollout = await world.rollout()
+    assert rollout.state is RolloutState.PENDING and rollout.not_before > world.now
+    early = e.AttemptQueued(attempt_id="at2", rollout_id="ro0", backend="local")
+    assert (await world.apply(early)).refusal is Refusal.TOO_EARLY
+    world.now = rollout.not_before
+    await world.start("at2")
+    await world.apply(e.BackendFact(attempt_id="at2", fact=e.Fact.EVICTED, evidence={}))
+    rollout = await world.rollout()
+    assert rollout.state is RolloutState.ENDED
+    assert (rollout.outcome, rollout.kind, rollout.reward) == (Outcome.INFRA_FAILURE, Kind.EVICTED, None)
+    assert world.kinds()[-1] == "group_complete"
+
+
+async def test_policy_failure_without_the_verifiers_word_gets_the_minimum(world: World) -> None:
+    await world.run()
+    await world.start("at1")
+    await world.call("at1", 0)
+    await world.apply(e.BudgetExceeded(attempt_id="at1", kind=Kind.BUDGET_CALLS))
+    assert (await world.lifecycle.heartbeat("at1")).stop
+    crashed = e.VerifierReport(status="crash")
+    await world.finish("at1", reward=None, verifier=crashed)
+    attempt = await world.attempt("at1")
+    assert (attempt.outcome, attempt.kind) == (Outcome.POLICY_FAILURE, Kind.BUDGET_CALLS)
+    assert attempt.reward == -1.0
+    sources = await world.store.read(lambda c: c.execute(sa.select(t.rewards.c.source)).scalars().all())
+    assert list(sources) == ["minimum"]
+
+
+async def test_agent_deadline_seals_and_keeps_the_verifiers_reward(world: World) -> None:
+    await world.run()
+    await world.start("at1")
+    await world.call("at1", 0)
+    world.now += 600
+    await world.lifecycle.heartbeat("at1")
+    due = await world.lifecycle.due(30)
+    assert due == [e.DeadlinePassed(attempt_id="at1", clock=e.Clock.AGENT, limit_s=30)]
+    assert (await world.apply(due[0])).applied
+    instruction = await world.lifecycle.heartbeat("at1")
+    assert instruction.stop and instruction.reason == "agent_timeout"
+    await world.finish("at1", reward=0.25, exit_code=None, signal=9)
+    attempt = await world.attempt("at1")
+    assert (attempt.outcome, attempt.kind, attempt.reward) == (
+        Outcome.POLICY_FAILURE,
+        Kind.AGENT_TIMEOUT,
+        0.25,
+    )
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e9])
+async def test_nonsense_rewards_are_refused(world: World, value: float) -> None:
+    await world.run()
+    await world.start("at1")
+    await world.apply(e.AttemptSealed(attempt_id="at1"))
+    reported = e.RewardReported(attempt_id="at1", value=value, source="verifier")
+    assert (await world.apply(reported)).refusal is Refusal.BAD_REWARD
+
+
+async def test_a_verifiers_reward_is_taken_only_once_sealed(world: World) -> None:
+    await world.run()
+    await world.start("at1")
+    reported = e.RewardReported(attempt_id="at1", value=1.0, source="verifier")
+    assert (await world.apply(reported)).refusal is Refusal.WRONG_STATE
+
+
+async def test_a_call_in_flight_at_the_end_is_not_trained(world: World) -> None:
+    await world.run()
+    await world.start("at1")
+    await world.call("at1", 0)
+    await world.call("at1", 1, end=None)
+    await world.finish("at1")
+    attempt = await world.attempt("at1")
+    assert attempt.outcome is Outcome.COMPLETED and attempt.not_trained == "call_in_flight"
+
+
+async def test_held_time_is_not_charged(world: World) -> None:
+    await world.run()
+    await world.start("at1")
+    world.now += 100
+    await world.apply(e.HoldBegan(reason="weight_update"))
+    world.now += 550
+    await world.lifecycle.heartbeat("at1")
+    assert await world.lifecycle.due(30) == []  # 650 s, 550 of them held
+    await world.apply(e.HoldEnded(reason="weight_update"))
+    assert (await world.attempt("at1")).agent_deadline == 1_000 + 600 + 550
+    instruction = await world.lifecycle.heartbeat("at1")
+    assert instruction.left_s == pytest.approx(500) and not instruction.stop
+
+
+async def test_overlapping_holds_are_counted_once(world: World) -> None:
+    await world.run()
+    await world.start("at1")
+    await world.apply(e.HoldBegan(reason="weight_update"))  # 1000
+    world.now += 10
+    await world.apply(e.HoldBegan(reason="engine_down"))  # 1010
+    world.now += 10
+    await world.apply(e.HoldEnded(reason="weight_update"))  # 1020
+    world.now += 10
+    await world.apply(e.HoldEnded(reason="engine_down"))  # 1030
+    assert (await world.attempt("at1")).agent_deadline == 1_000 + 600 + 30
+
+
+async def test_the_breaker_pauses_the_run_and_says_why(database_url: str) -> None:
+    store = Store.open(database_url, create=True)
+    world = World(store, breaker_after=3)
+    try:
+        await world.run(rollouts=4)
+        for n in range(3):
+            await world.start(f"at{n}", f"ro{n}")
+        for n in range(3):
+            fact = e.BackendFact(attempt_id=f"at{n}", fact=e.Fact.IMAGE_PULL, evidence={})
+            await world.apply(fact)
+        run = await world.run_row()
+        assert run.state is RunState.PAUSED and "image_pull" in run.reason
+        blocked = e.AttemptQueued(attempt_id="at9", rollout_id="ro3", backend="local")
+        assert (await world.apply(blocked)).refusal is Refusal.RUN_NOT_ACTIVE
+        await world.apply(e.RunResumed(run_id="ru"))
+        assert (await world.apply(blocked)).applied
+    finally:
+        store.close()
+
+
+async def test_ending_a_run_cancels_what_has_not_ended(world: World) -> None:
+    await world.run(rollouts=3)
+    await world.start("at0", "ro0")
+    await world.call("at0", 0)
+    await world.finish("at0")
+    await world.start("at1", "ro1")
+    await world.apply(e.RunEnded(run_id="ru", state=RunState.CANCELLED))
+    outcomes = [(await world.rollout(f"ro{n}")).outcome for n in range(3)]
+    assert outcomes == [Outcome.COMPLETED, Outcome.CANCELLED, Outcome.CANCELLED]
+    assert world.kinds().count("group_complete") == 1
+
+
+async def test_retry_discards_the_attempt_and_cancel_ends_the_rollout(world: World) -> None:
+    await world.run()
+    await world.start("at1")
+    assert (await world.apply(e.RolloutRetried(rollout_id="ro0"))).applied
+    assert (await world.rollout()).state is RolloutState.PENDING
+    await world.start("at2")
+    assert (await world.apply(e.RolloutCancelled(rollout_id="ro0"))).applied
+    assert (await world.rollout()).outcome is Outcome.CANCELLED
+    assert (await world.apply(e.RolloutRetried(rollout_id="ro0"))).refusal is Refusal.ENDED
