@@ -1,7 +1,7 @@
 """The schema. Rows that lists read are narrow; blobs live in tables of their own.
 
-Times are float seconds since the Unix epoch by the server's clock. JSON columns hold what is shown, never what is
-joined on. The migrations in ``migrations/`` create exactly this metadata (a test compares them).
+Times are float seconds since the Unix epoch by the server's clock. JSON columns hold what is shown, never
+what is joined on. The migrations in ``migrations/`` create exactly this metadata (a test compares them).
 """
 
 import sqlalchemy as sa
