@@ -1,4 +1,6 @@
-"""A pod-facing listener in miniature: the runner protocol and a scripted model, for tests of the runner alone."""
+"""A pod-facing listener in miniature: the runner protocol and a scripted model, for tests of the runner
+alone.
+"""
 
 import base64
 import io
@@ -65,12 +67,18 @@ class FakePod:
     ``script``: replies of the model in order (the last one repeats); ``on_call`` is told each call's body.
     """
 
-    def __init__(self, plan: dict[str, Any], script: list[Reply] | None = None, verifier: bytes | None = None) -> None:
+    def __init__(
+        self, plan: dict[str, Any], script: list[Reply] | None = None, verifier: bytes | None = None
+    ) -> None:
         self.plan, self.script, self.verifier = plan, script or [say("done")], verifier
         self.seen: list[tuple[str, Any]] = []
         self.calls: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
-        self.heartbeat: Callable[[str], dict[str, Any]] = lambda phase: {"action": "continue", "reason": "", "left_s": 60}
+        self.heartbeat: Callable[[str], dict[str, Any]] = lambda phase: {
+            "action": "continue",
+            "reason": "",
+            "left_s": 60,
+        }
         self.on_call: Callable[[Any], None] = lambda body: None
         self.finished = threading.Event()
         self.started = threading.Event()
@@ -82,6 +90,7 @@ class FakePod:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            wbufsize = 1 << 16  # head and body in one packet
 
             def log_message(self, *_: Any) -> None:
                 pass
@@ -98,7 +107,7 @@ class FakePod:
         self.server.daemon_threads = True
         self.port = self.server.server_address[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
 
     def __enter__(self) -> "FakePod":
         return self
@@ -168,7 +177,9 @@ class FakePod:
             self.finished.set()
 
 
-def order(pod: FakePod, root: Path, forge: Path, python: str, read_only: list[str], **changes: Any) -> dict[str, Any]:
+def order(
+    pod: FakePod, root: Path, forge: Path, python: str, read_only: list[str], **changes: Any
+) -> dict[str, Any]:
     base: dict[str, Any] = {
         "attempt": "at-1",
         "url": pod.url,

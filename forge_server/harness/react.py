@@ -1,9 +1,12 @@
 """A small ReAct harness: chat completions, a ``shell`` tool and a ``finish`` tool. Standard library only.
 
-Runs as a program in the sandbox (``main``) or inside another process (``react_loop``, for scripted teachers).
-Prompt and tool schemas are short, because tiny models read them; messages are only ever appended, and the model's
-own turns come back exactly as they were received, so that a conversation is one sample.
+Runs as a program in the sandbox (``main``) or inside another process (``react_loop``, for scripted
+teachers). Prompt and tool schemas are short, because tiny models read them; messages are only ever
+appended, and the model's own turns come back exactly as they were received, so that a conversation is one
+sample.
 """
+
+from __future__ import annotations
 
 import json
 import os
@@ -12,10 +15,13 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
 
-Message = dict[str, Any]
+TYPE_CHECKING = False  # without importing typing: every attempt would pay for it
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    Message = dict[str, Any]
 
 SYSTEM = "Use shell to look, then finish with the answer."
 TOOLS: list[Message] = [
@@ -66,8 +72,9 @@ def react_loop(
 ) -> int:
     """Run one conversation; returns the number of model calls made.
 
-    It ends with ``finish`` (the answer is written to ``answer.txt`` in ``workdir``), with a reply that calls no
-    tool, or after ``max_turns`` calls. ``shell(command) -> text`` replaces the real shell. Raises ``Stopped``.
+    It ends with ``finish`` (the answer is written to ``answer.txt`` in ``workdir``), with a reply that
+    calls no tool, or after ``max_turns`` calls. ``shell(command) -> text`` replaces the real shell. Raises
+    ``Stopped``.
     """
     run = shell or (lambda command: run_shell(command, workdir, command_timeout_s))
     client = Client(base_url, key)
@@ -129,7 +136,8 @@ def run_shell(command: str, workdir: str, timeout_s: float) -> str:
     quoted = "'" + workdir.replace("'", "'\\''") + "'"
     read, write = os.pipe()
     null = os.open(os.devnull, os.O_RDONLY)
-    actions = [(os.POSIX_SPAWN_DUP2, null, 0), (os.POSIX_SPAWN_DUP2, write, 1), (os.POSIX_SPAWN_DUP2, write, 2)]
+    dup = os.POSIX_SPAWN_DUP2
+    actions = [(dup, null, 0), (dup, write, 1), (dup, write, 2)]
     try:
         argv = ["sh", "-c", f"cd {quoted} || exit\n{command}"]
         pid = os.posix_spawn("/bin/sh", argv, os.environ, file_actions=actions, setpgroup=0)
@@ -187,7 +195,9 @@ class Client:
         self.buffer = b""
 
     def chat(self, body: Message) -> Message:
-        """The assistant's message. Waits out 429, 5xx and broken connections; raises ``Stopped`` on the rest."""
+        """The assistant's message. Waits out 429, 5xx and broken connections; raises ``Stopped`` on the
+        rest.
+        """
         data, fault = json.dumps(body).encode(), ""
         for trial in range(RETRIES + 1):
             wait = 0.2 * 2**trial
@@ -260,7 +270,7 @@ class Client:
 
 
 def main() -> int:
-    """``react.pyz INSTRUCTION`` with FORGE_BASE_URL, FORGE_KEY, FORGE_MODEL and REACT_* in the environment."""
+    """``react.pyz INSTRUCTION``, with FORGE_BASE_URL, FORGE_KEY, FORGE_MODEL, REACT_* in the environment."""
     env = os.environ
     base_url, key, model = env["FORGE_BASE_URL"], env.pop("FORGE_KEY"), env["FORGE_MODEL"]
     try:

@@ -1,13 +1,15 @@
 """How the harness and the verifier are confined: the levels, and what each one is made of.
 
     namespaces  bubblewrap: own mounts, processes, network, ipc; with root also a user of its own
-    user        a user of its own, nothing else; needs root. What the runner does inside a pod, where the pod is
-                the sandbox
+    user        a user of its own, nothing else; needs root. What the runner does inside a pod,
+                where the pod is the sandbox
     none        nothing: for trusted harnesses only
 
-Invariant I10: from ``user`` upwards the agent can neither read the runner's memory or environment nor signal it,
-and every process it left behind is dead when ``Child.kill`` returns.
+Invariant I10: from ``user`` upwards the agent can neither read the runner's memory or environment nor
+signal it, and every process it left behind is dead when ``Child.kill`` returns.
 """
+
+from __future__ import annotations
 
 import contextlib
 import json
@@ -18,9 +20,12 @@ import signal
 import socket
 import sys
 import time
-from typing import Any
 
 from . import stage
+
+TYPE_CHECKING = False  # without importing typing: every attempt would pay for it
+if TYPE_CHECKING:
+    from typing import Any
 
 LEVELS = ("none", "user", "namespaces")
 RELAY_PORT = 41000
@@ -33,9 +38,9 @@ _ETC = ("alternatives", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime"
 class Box:
     """What the backend decided about one attempt's confinement (part of the launch order).
 
-    ``python`` is the interpreter, ``forge`` the folder with the packed programs, ``env`` the harness's environment
-    ("" when it needs none), ``read_only`` the folders to show (the interpreter's prefix, ``env``), ``root`` the
-    attempt's own folder, ``cgroups`` the cgroup folders to put the processes into.
+    ``python`` is the interpreter, ``forge`` the folder with the packed programs, ``env`` the harness's
+    environment ("" when it needs none), ``read_only`` the folders to show (the interpreter's prefix,
+    ``env``), ``root`` the attempt's own folder, ``cgroups`` the cgroup folders to put the processes into.
     """
 
     def __init__(self, order: dict[str, Any]) -> None:
@@ -110,7 +115,8 @@ class Child:
         """Learn who the first process is, and get the listener."""
         data, ancillary, _, _ = self._channel.recvmsg(16, 256)
         if not data:
-            raise ChildFailed("the sandbox did not start: " + drain(self.output, 2000).decode("utf-8", "replace"))
+            why = drain(self.output, 2000).decode("utf-8", "replace")
+            raise ChildFailed(f"the sandbox did not start: {why}")
         self._main = self.pid
         for level, kind, payload in ancillary:
             if level != socket.SOL_SOCKET:
@@ -128,7 +134,7 @@ class Child:
     def go(
         self, argv: list[str], env: dict[str, str], cwd: str, *, stdin: bytes | None, max_processes: int
     ) -> None:
-        """Let it become ``argv``, with ``stdin`` (None: empty). Raises ``OSError`` when it is gone already."""
+        """Let it become ``argv``, with ``stdin`` (None: empty). Raises ``OSError`` when it is gone."""
         import resource
 
         uid = self.box.uid if self.box.own_user else -1
@@ -140,7 +146,9 @@ class Child:
         self._channel.close()
 
     def wait(self, timeout: float | None, wake: int = -1) -> int | None:
-        """Exit status of the program (128 + signal when killed); None at the timeout or when ``wake`` is readable."""
+        """Exit status of the program (128 + signal when killed); None at the timeout or when ``wake`` is
+        readable.
+        """
         if self._status is not None:
             return self._status
         poll = select.poll()
@@ -162,8 +170,9 @@ class Child:
     def kill(self) -> int:
         """End every process that there is; returns the exit status once all are dead. May be called again.
 
-        In a pid namespace the death of its first process, which the kernel reports only after it has killed and
-        reaped the rest, is the proof. Without one, the processes of the attempt's own user are hunted down.
+        In a pid namespace the death of its first process, which the kernel reports only after it has killed
+        and reaped the rest, is the proof. Without one, the processes of the attempt's own user are hunted
+        down.
         """
         for fd in reversed(self._pidfds):
             with contextlib.suppress(ProcessLookupError):
@@ -186,8 +195,6 @@ class Child:
 
 class ChildFailed(Exception):
     """The sandbox could not be made."""
-
-
 
 
 def _become(

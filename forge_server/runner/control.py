@@ -3,11 +3,17 @@
 Every route is idempotent, so a request whose answer was lost is simply sent again.
 """
 
+from __future__ import annotations
+
 import json
 import socket
 import time
 
 from . import wire
+
+TYPE_CHECKING = False  # without importing typing: every attempt would pay for it
+if TYPE_CHECKING:
+    from typing import Any
 
 PATIENCE_S = 300.0  # a server that stays away longer than this ends the attempt
 BODY_LIMIT = 1 << 30
@@ -32,15 +38,16 @@ class Control:
         self.url, self.attempt, self.key = url, attempt, key
         self._reader: wire.Reader | None = None
 
-    def clone(self) -> "Control":
+    def clone(self) -> Control:
         return Control(self.url, self.attempt, self.key)
 
-    def post(self, route: str, body: dict, *, patience: float = PATIENCE_S) -> dict:
+    def post(self, route: str, body: dict[str, Any], *, patience: float = PATIENCE_S) -> dict[str, Any]:
         """POST ``/a/ATTEMPT/route``; returns the JSON answer. Raises ``Refused`` or ``Unreachable``."""
         status, answer = self._retried("POST", route, json.dumps(body).encode(), patience)
         if status >= 300:
             raise Refused(status, answer)
-        return json.loads(answer) if answer else {}
+        parsed: dict[str, Any] = json.loads(answer or b"{}")
+        return parsed
 
     def get(self, route: str, *, patience: float = PATIENCE_S) -> bytes | None:
         """GET ``/a/ATTEMPT/route``; returns the body, None for 204."""
@@ -71,7 +78,8 @@ class Control:
     def _once(self, method: str, route: str, body: bytes) -> tuple[int, bytes]:
         if self._reader is None:
             self._reader = wire.Reader(wire.dial(self.url, 30.0))
-        head = f"{method} /a/{self.attempt}/{route} HTTP/1.1\r\nHost: forge\r\nContent-Length: {len(body)}\r\n"
+        head = f"{method} /a/{self.attempt}/{route} HTTP/1.1\r\nHost: forge\r\n"
+        head += f"Content-Length: {len(body)}\r\n"
         if self.key:
             head += f"Authorization: Bearer {self.key}\r\n"
         if body:

@@ -7,14 +7,14 @@ The server decides; the runner obeys heartbeats and reports. It never runs the h
 written that it started, and gives the verifier's files no place while an agent process lives (I10).
 """
 
+from __future__ import annotations
+
 import json
 import os
 import signal
 import sys
 import threading
 import time
-import traceback
-from typing import Any
 
 from .confine import FORGE, HOME, Box, Child, oom_kills
 from .control import Control, Refused, Unreachable
@@ -23,8 +23,14 @@ from .relay import Relay
 from .scrub import scrub
 from .verify import Verdict, unpack, verdict
 
+TYPE_CHECKING = False  # without importing typing: every attempt would pay for it
+if TYPE_CHECKING:
+    from typing import Any
+
 TAIL = 64 * 1024
-FINISHED, DISMISSED, BROKEN = 0, 3, 4  # exit codes: all said; the server would not have us; trouble of our own
+FINISHED = 0  # exit codes: everything was said,
+DISMISSED = 3  # the server would not have us or is gone,
+BROKEN = 4  # trouble of our own
 FINAL_PATIENCE_S = 30.0
 
 
@@ -129,6 +135,8 @@ class Attempt:
             print(f"runner: {error}", file=sys.stderr)
             return DISMISSED
         except Exception:
+            import traceback  # costs start-up time, seldom needed
+
             trouble = traceback.format_exc()
             print(trouble, file=sys.stderr)
             self._kill()
@@ -216,7 +224,8 @@ class Attempt:
         killed = self._kill()
         self._tell({"kind": "log", "stream": "verifier", "tail": tail.text()})
         if status is None:
-            return Verdict("timeout", killed, error=self.stop.reason or f"not done after {plan['verify_s']} s")
+            error = self.stop.reason or f"not done after {plan['verify_s']} s"
+            return Verdict("timeout", killed, error=error)
         return verdict(out, status, removed)
 
     def _finish(self, said: Verdict, trouble: str = "", *, patience: float = 300.0) -> None:
@@ -236,13 +245,13 @@ class Attempt:
         }
         self.control.post("finish", body, patience=patience)
 
-    # --- helpers -----------------------------------------------------------------------------------------------
-
     def _tell(self, *events: dict[str, Any]) -> None:
         self.control.post("events", {"events": list(events)})
 
     def _heartbeats(self, every: float) -> None:
-        """Thread: ask whether to go on, at least every ``every`` seconds and when the clock is about to pass."""
+        """Thread: ask whether to go on, at least every ``every`` seconds and when the clock is about to
+        pass.
+        """
         control, pause = self.control.clone(), every
         while True:
             time.sleep(pause)

@@ -21,15 +21,13 @@ _TIME = (2020, 1, 1, 0, 0, 0)  # equal sources give equal archives
 def pack(into: Path) -> Path:
     """Write the programs into folder ``into`` (each replaced by rename); returns it."""
     into.mkdir(parents=True, exist_ok=True)
-    modules = {f"forge_runner/{p.name}": p.read_text() for p in sorted(_HERE.glob("*.py")) if p.name not in _SKIP}
-    _replace(into / "runner.pyz", _archive({**modules, "__main__.py": _ENTRY}))
+    sources = {f"forge_runner/{p.name}": p.read_text() for p in sorted(_HERE.glob("*.py"))}
+    del sources["forge_runner/pack.py"]
+    _replace(into / "runner.pyz", _archive({**sources, "__main__.py": _ENTRY}))
     react = (_HERE.parent / "harness" / "react.py").read_text()
     _replace(into / "react.pyz", _archive({"react.py": react, "__main__.py": _REACT_ENTRY}))
     _replace(into / "stage.py", (_HERE / "stage.py").read_bytes())
     return into
-
-
-_SKIP = {"pack.py", "__main__.py"}
 
 
 def _archive(sources: dict[str, str]) -> bytes:
@@ -51,5 +49,3 @@ def _replace(target: Path, data: bytes) -> None:
     fresh.write_bytes(data)
     fresh.chmod(0o644)
     fresh.rename(target)
-
-

@@ -1,11 +1,16 @@
 """Lays out one attempt: its folders, the plan's files, and the plan's placeholders."""
 
+from __future__ import annotations
+
 import binascii
 import os
 import re
-from typing import Any
 
 from .confine import HOME, Box
+
+TYPE_CHECKING = False  # without importing typing: every attempt would pay for it
+if TYPE_CHECKING:
+    from typing import Any
 
 PLACEHOLDER = re.compile(r"\{(base_url|agent_key|model|instruction|workdir|home|env|python|forge)\}")
 

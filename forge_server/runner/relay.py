@@ -1,11 +1,12 @@
 """The only door out of the harness's network: model traffic from its loopback to the proxy.
 
-Requests go through unchanged, with the agent's own key; only ``X-Forge-Relay-Call`` is added. When the proxy is
-away (refused, reset, closed before any byte of the answer) the same request is sent again with the same call id
-for up to ``REDIAL_S``, so that a restart of the proxy is a short wait for the harness. Only inference routes
-pass: the runner's own lifecycle routes cannot be reached from the sandbox.
+Requests go through unchanged, with the agent's own key; only ``X-Forge-Relay-Call`` is added. When the
+proxy is away (refused, reset, closed before any byte of the answer) the same request is sent again with the
+same call id for up to ``REDIAL_S``, so that a restart of the proxy is a short wait for the harness. Only
+inference routes pass: the runner's own lifecycle routes cannot be reached from the sandbox.
 """
 
+import contextlib
 import os
 import select
 import socket
@@ -45,10 +46,8 @@ class Relay:
         with self._lock:
             sockets = [self.listener, *self._open]
         for sock in sockets:
-            try:
+            with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
         self.listener.close()
 
     def _accept(self) -> None:
@@ -93,14 +92,14 @@ class Relay:
             client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
         body = wire.read_body(reader, headers, BODY_LIMIT)
         if body is None:
-            _answer(client, b"413 Content Too Large", "invalid_request_error", "the request body is too large")
+            _answer(client, b"413 Content Too Large", "invalid_request_error", "the body is too large")
             return False
         skip = (MARK, b"expect", b"transfer-encoding", b"content-length", b"connection", b"keep-alive")
         lines = [start] + [name + b": " + value for name, value in headers if name not in skip]
         lines += [MARK + b": " + os.urandom(8).hex().encode(), b"content-length: %d" % len(body)]
         answer = line.exchange(client, b"\r\n".join(lines) + b"\r\n\r\n" + body)
         if answer is None:
-            _answer(client, b"503 Service Unavailable", "server_error", "the model server is away", retry=True)
+            _answer(client, b"503 Service Unavailable", "server_error", "the model is away", retry=True)
             return True
         keep = self._forward(client, answer, parts[0] == b"HEAD")
         if not keep:
@@ -179,7 +178,9 @@ class _Upstream:
         raise _ClientGone
 
     def _first_byte(self, client: socket.socket) -> bool:
-        """Wait for the answer to begin, watching the harness: if it hangs up, so do we (the call is cancelled)."""
+        """Wait for the answer to begin, watching the harness: if it hangs up, so do we (the call is
+        cancelled).
+        """
         assert self.reader is not None
         upstream, watched = self.reader.sock, [client]
         while True:
@@ -201,7 +202,5 @@ def _readable(sockets: list[socket.socket], timeout: float | None) -> set[int]:
 def _answer(client: socket.socket, status: bytes, kind: str, message: str, *, retry: bool = False) -> None:
     body = b'{"error": {"type": "%s", "message": "%s"}}' % (kind.encode(), message.encode())
     extra = b"retry-after: 1\r\n" if retry else b"connection: close\r\n"
-    client.sendall(
-        b"HTTP/1.1 %s\r\ncontent-type: application/json\r\n%scontent-length: %d\r\n\r\n" % (status, extra, len(body))
-        + body
-    )
+    head = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\n%scontent-length: %d\r\n\r\n"
+    client.sendall(head % (status, extra, len(body)) + body)

@@ -1,9 +1,9 @@
 """Makes a dead agent's work folder safe to verify.
 
-A link planted in the work folder could make the verifier read its own solution (``answer.txt -> /tests/...``) or
-write where the agent likes; a fifo could make it wait for ever. So before the verifier's files arrive, links that
-lead out of the work folder and the read-only system, and everything that is neither file, folder nor link, are
-removed. No agent process lives any more, so there is no race.
+A link planted in the work folder could make the verifier read its own solution (``answer.txt ->
+/tests/...``) or write where the agent likes; a fifo could make it wait for ever. So before the verifier's
+files arrive, links that lead out of the work folder and the read-only system, and everything that is
+neither file, folder nor link, are removed. No agent process lives any more, so there is no race.
 """
 
 import os
@@ -13,7 +13,8 @@ SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc", "/opt", "/dev/null"
 
 
 def scrub(root: str, inside: str, also: tuple[str, ...] = ()) -> list[str]:
-    """Clean ``root``, which the verifier will see as ``inside``; ``also`` are further folders links may lead to.
+    """Clean ``root``, which the verifier will see as ``inside``; ``also`` are further folders links may
+    lead to.
 
     Returns the removed paths, relative to ``root``.
     """
@@ -41,7 +42,8 @@ def scrub(root: str, inside: str, also: tuple[str, ...] = ()) -> list[str]:
 def _stays(folder: str, target: str, allowed: tuple[str, ...]) -> bool:
     """Whether a link in ``folder`` (a real folder) leads to an allowed place.
 
-    ``..`` after a name is refused, since that name may itself be a link; so the lexical answer is the true one.
+    ``..`` after a name is refused, since that name may itself be a link; so the lexical answer is the true
+    one.
     """
     parts = [p for p in target.split("/") if p not in ("", ".")]
     climbing = True

@@ -1,18 +1,19 @@
-"""The first program inside the sandbox: opens the relay's door, drops to the agent's user, becomes the harness.
+"""The first program inside the sandbox: opens the relay's door, drops to the agent's user, becomes the
+harness.
 
-It runs before any line of the agent's, holds no secret, and gets argv and environment only over its socket, so
-that keys are never on a command line that others can list. Invoked as ``python stage.py FD PORT``.
+It runs before any line of the agent's, holds no secret, and gets argv and environment only over its socket,
+so that keys are never on a command line that others can list. Invoked as ``python stage.py FD PORT``.
 """
 
+import _socket
 import marshal
 import os
 import sys
 
-import _socket
-
 
 def enter(fd: int, port: int) -> None:
-    """Listen on loopback ``port`` (-1: none) and hand the socket out through ``fd``; wait for the order; exec.
+    """Listen on loopback ``port`` (-1: none) and hand the socket out through ``fd``; wait for the order;
+    exec.
 
     The order is a marshalled ``(argv, env, cwd, uid, stdin)`` after its length; uid -1 keeps the user.
     """

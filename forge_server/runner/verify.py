@@ -1,9 +1,11 @@
 """Runs the verifier over what the dead agent left, in a sandbox of its own, and reads its word.
 
-The tests arrive only now, at ``/tests``; ``/logs/verifier`` exists only for the verifier. What it writes there is
-read with suspicion: a number in ``reward.txt`` or ``{"reward": number}`` in ``reward.json``, finite and of a
-sensible size, or the verdict is ``invalid``.
+The tests arrive only now, at ``/tests``; ``/logs/verifier`` exists only for the verifier. What it writes
+there is read with suspicion: a number in ``reward.txt`` or ``{"reward": number}`` in ``reward.json``,
+finite and of a sensible size, or the verdict is ``invalid``.
 """
+
+from __future__ import annotations
 
 import io
 import json
@@ -11,7 +13,10 @@ import math
 import os
 import stat
 import tarfile
-from typing import Any
+
+TYPE_CHECKING = False  # without importing typing: every attempt would pay for it
+if TYPE_CHECKING:
+    from typing import Any
 
 REWARD_LIMIT = 1000.0
 FILE_LIMIT = 4096
@@ -29,7 +34,8 @@ class Verdict:
         error: str = "",
         detail: dict[str, Any] | None = None,
     ) -> None:
-        self.status, self.exit_code, self.value, self.error, self.detail = status, exit_code, value, error, detail
+        self.status, self.exit_code, self.error = status, exit_code, error
+        self.value, self.detail = value, detail
 
 
 def unpack(data: bytes, into: str) -> None:
@@ -55,8 +61,8 @@ def unpack(data: bytes, into: str) -> None:
 def verdict(logs: str, exit_code: int, removed: list[str]) -> Verdict:
     """What the verifier that ended with ``exit_code`` says, by the files it left in ``logs``.
 
-    ``removed`` (see ``scrub``) goes into the reward's detail. The exit code alone decides nothing: verifiers are
-    often test runners, which fail when a test does.
+    ``removed`` (see ``scrub``) goes into the reward's detail. The exit code alone decides nothing:
+    verifiers are often test runners, which fail when a test does.
     """
     for name, parse in (("reward.txt", _text), ("reward.json", _json)):
         try:

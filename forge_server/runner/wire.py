@@ -121,7 +121,8 @@ def read_body(reader: Reader, headers: Headers, limit: int) -> bytes | None:
     length = body_length(headers)
     if length is not None:
         return None if length > limit else reader.exactly(length)
-    parts, total = [], 0
+    parts: list[bytes] = []
+    total = 0
     while True:
         _, payload = reader.chunk()
         if not payload:
