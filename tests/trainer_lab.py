@@ -229,6 +229,7 @@ class Trainer:
         return subprocess.run(
             [str(self.env / "bin" / "python"), *arguments],
             env=self.environ(),
+            cwd=self.staged,
             capture_output=True,
             text=True,
             timeout=timeout,
@@ -253,6 +254,7 @@ class Trainer:
         with subprocess.Popen(
             [*launcher, "forge_server.trainer.worker"],
             env=environ,
+            cwd=self.staged,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

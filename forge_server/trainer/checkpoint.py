@@ -120,8 +120,7 @@ def save(
                 unfinished, step=step, run=run, world_size=world_size, probe_ids=ids, probe_logprobs=logprobs
             )
         (unfinished / METRICS).write_text(json.dumps(metrics))
-        _sync_tree(unfinished)
-        result = [_publish(unfinished, folder, step)]
+        result = [_settle(unfinished, folder, step)]
     dist.broadcast_object_list(result, src=0)
     saved: Checkpoint = result[0]
     return saved
@@ -143,8 +142,6 @@ def _arrange(unfinished: Path, *, export: bool, state: bool) -> None:
     """veRL's flat folder -> ours."""
     if not export:
         shutil.rmtree(unfinished / manifest.WEIGHTS)
-    for path in (unfinished / manifest.WEIGHTS).glob("*"):
-        path.chmod(0o644)  # the engine may run as another user
     if state:
         (unfinished / STATE).mkdir()
     for path in [entry for entry in unfinished.iterdir() if entry.is_file()]:
@@ -154,24 +151,28 @@ def _arrange(unfinished: Path, *, export: bool, state: bool) -> None:
             path.unlink()
 
 
-def _publish(unfinished: Path, folder: Path, step: int) -> Checkpoint:
-    """Give the synced folder its final name, or give it up for an equal one that is there already."""
-    same_step = [c for c in complete(folder) if c.step == step]
+def _settle(unfinished: Path, folder: Path, step: int) -> Checkpoint:
+    """Publish the folder under its step's name, or give it up for an equal one that is there already."""
+    last = next((c for c in reversed(complete(folder)) if c.step == step), None)
     sha256 = manifest.digest(unfinished)
-    equal = next((c for c in same_step if c.manifest_sha256 == sha256), None)
-    if equal is not None and (equal.has_state or not (unfinished / STATE).is_dir()):
-        shutil.rmtree(unfinished)
-        return equal
-    if equal is not None:
-        (unfinished / STATE).rename(equal.path / STATE)
-        _sync(equal.path)
-        shutil.rmtree(unfinished)
-        return equal
-    replay = same_step[-1].replay + 1 if same_step else 1
-    final = folder / (f"step_{step:05d}" if replay == 1 else f"step_{step:05d}_r{replay}")
+    if last is None or sha256 is None or last.manifest_sha256 != sha256:
+        replay = last.replay + 1 if last is not None else 1
+        final = folder / (f"step_{step:05d}" if replay == 1 else f"step_{step:05d}_r{replay}")
+        publish(unfinished, final)
+        return Checkpoint(step, final, replay)
+    if not last.has_state and (unfinished / STATE).is_dir():
+        publish(unfinished / STATE, last.path / STATE)
+    shutil.rmtree(unfinished)
+    return last
+
+
+def publish(unfinished: Path, final: Path) -> None:
+    """Make a finished folder durable and give it its final name; it is readable by the engine's user."""
+    for path in (*unfinished.rglob("*"), unfinished):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+        _sync(path)
     unfinished.rename(final)
-    _sync(folder)
-    return Checkpoint(step, final, replay)
+    _sync(final.parent)
 
 
 def _sync(path: Path) -> None:
@@ -180,9 +181,3 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _sync_tree(root: Path) -> None:
-    for path in root.rglob("*"):
-        _sync(path)
-    _sync(root)

@@ -145,32 +145,37 @@ def build(overrides: list[str], *, model_path: str, total_steps: int, device: st
         f"{ACTOR}.use_dynamic_bsz": True,
         f"{ROLLOUT}.name": "external",
     }
-    _set(config, forced)
+    set_values(config, forced)
     return config
 
 
 def check(overrides: list[str], *, device: str) -> DictConfig:
     """Compose ``overrides`` over the defaults and refuse what this trainer cannot honour."""
-    keys = _keys(overrides)
+    keys = keys_of(overrides)
     for text, key in keys.items():
         reason = _refusal(key)
         if reason is not None:
             raise OverrideRefused(f"override {text!r} is refused: {reason}")
-    try:
-        with initialize_config_dir(str(_verl_configs()), version_base=None):
-            config = compose("ppo_trainer", overrides=overrides)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise OverrideRefused(f"veRL's config does not accept the overrides: {error}") from None
-    defaults = DEFAULTS | _device_defaults(device)
+    config = composed("ppo_trainer", overrides)
+    defaults = DEFAULTS | (CPU_DEFAULTS if device == "cpu" else {}) | attention_default(MODEL, device)
     if config.algorithm.rollout_correction.bypass_mode:
         del defaults[f"{CORRECTION}.rollout_is"]
-    _set(config, {key: value for key, value in defaults.items() if not _touched(key, set(keys.values()))})
+    set_untouched(config, defaults, keys)
     _check_values(config)
     return config
 
 
-def _keys(overrides: list[str]) -> dict[str, str]:
-    """Override text -> the config key it sets."""
+def composed(name: str, overrides: list[str]) -> DictConfig:
+    """veRL's config ``name`` with ``overrides``. Raises OverrideRefused for a key it does not have."""
+    try:
+        with initialize_config_dir(str(_verl_configs()), version_base=None):
+            return compose(name, overrides=overrides)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise OverrideRefused(f"veRL's config does not accept the overrides: {error}") from None
+
+
+def keys_of(overrides: list[str]) -> dict[str, str]:
+    """Override text -> the config key it sets. Raises OverrideRefused for what is no plain assignment."""
     found = {}
     for text in overrides:
         try:
@@ -251,14 +256,21 @@ def _one_of(key: str, value: Any, allowed: tuple[Any, ...], reason: str) -> None
         raise OverrideRefused(f"override '{key}={value}' is refused: {reason}; use one of {choices}")
 
 
-def _device_defaults(device: str) -> dict[str, Any]:
-    defaults = dict(CPU_DEFAULTS) if device == "cpu" else {}
+def attention_default(section: str, device: str) -> dict[str, Any]:
+    """veRL asks for flash attention; without it, torch's own attention."""
     if device == "cpu" or importlib.util.find_spec("flash_attn") is None:
-        defaults[f"{MODEL}.override_config.attn_implementation"] = "sdpa"
-    return defaults
+        return {f"{section}.override_config.attn_implementation": "sdpa"}
+    return {}
 
 
-def _set(config: DictConfig, values: dict[str, Any]) -> None:
+def set_untouched(config: DictConfig, defaults: dict[str, Any], keys: dict[str, str]) -> None:
+    """Set those of ``defaults`` that no user override (``keys``, of ``keys_of``) speaks about."""
+    users = set(keys.values())
+    set_values(config, {key: value for key, value in defaults.items() if not _touched(key, users)})
+
+
+def set_values(config: DictConfig, values: dict[str, Any]) -> None:
+    """Set keys of ``config``, adding those it lacks."""
     with open_dict(config):
         for key, value in values.items():
             OmegaConf.update(config, key, value, merge=False, force_add=True)

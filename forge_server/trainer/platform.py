@@ -30,6 +30,8 @@ def start(choice: str) -> str:
     if choice not in ("cpu", "cuda", "auto"):
         raise ValueError(f"unknown device {choice!r}: use cpu, cuda or auto")
     device = choice if choice != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    os.environ.setdefault("VERL_LOGGING_LEVEL", "WARN")
+    os.environ.setdefault("TQDM_DISABLE", "1")
     _single_process_defaults()
     _die_with_torchrun()
     if device == "cpu":

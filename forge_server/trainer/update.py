@@ -10,7 +10,7 @@ anew for each step.
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -111,24 +111,8 @@ class Policy:
         return metrics | _counts(batch, layout, rollouts) | clock.metrics()
 
     def log_probs(self, tokens: Sequence[int]) -> list[float]:
-        """log p(token i | tokens before i) at temperature 1; the first is 0. Collective."""
-        row = Row(
-            tokens=np.asarray(tokens, np.int32),
-            loss_mask=np.zeros(len(tokens), np.uint8),
-            logprobs=np.zeros(len(tokens), np.float32),
-            prompt_len=1,
-            rollout=0,
-            temperature=1.0,
-        )
-        data = _tensordict([row])
-        tu.assign_non_tensor(
-            data, calculate_entropy=False, compute_loss=False, max_token_len_per_gpu=len(tokens)
-        )
-        output = self.actor.compute_log_prob(data)
-        found = None if output is None else output["log_probs"].values()[: len(tokens) - 1].float().tolist()
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, found)
-        return [0.0, *next(values for values in everyone if values is not None)]
+        """``token_log_probs`` of the policy. Collective."""
+        return token_log_probs(self.actor.compute_log_prob, tokens)
 
     def learning_rate(self) -> float:
         return float(self.engine.optimizer.param_groups[0]["lr"])
@@ -213,6 +197,25 @@ class Policy:
             "optimizer_steps": float(len(norms) - bad),
             "nonfinite_gradients": float(bad),
         }
+
+
+def token_log_probs(infer: Callable[[Any], Any], tokens: Sequence[int]) -> list[float]:
+    """log p(token i | tokens before i) at temperature 1, by veRL's ``infer``; the first is 0. Collective."""
+    row = Row(
+        tokens=np.asarray(tokens, np.int32),
+        loss_mask=np.zeros(len(tokens), np.uint8),
+        logprobs=np.zeros(len(tokens), np.float32),
+        prompt_len=1,
+        rollout=0,
+        temperature=1.0,
+    )
+    data = _tensordict([row])
+    tu.assign_non_tensor(data, calculate_entropy=False, compute_loss=False, max_token_len_per_gpu=len(tokens))
+    output = infer(data)
+    found = None if output is None else output["log_probs"].values()[: len(tokens) - 1].float().tolist()
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, found)
+    return [0.0, *next(values for values in everyone if values is not None)]
 
 
 class _Clock:
