@@ -50,3 +50,55 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str
     prompt_tokens: int
     completion_tokens: int
+
+
+class _Function(msgspec.Struct):
+    name: str
+    arguments: str = ""
+
+
+class _Call(msgspec.Struct):
+    function: _Function
+    id: str = ""
+
+
+class _Message(msgspec.Struct):
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[_Call] | None = None
+
+
+def as_message(completion: Completion) -> dict[str, Any]:
+    """The assistant message of a completion, in the shape that harnesses send back with the next request."""
+    out: dict[str, Any] = {"role": "assistant", "content": completion.text}
+    if completion.reasoning:
+        out["reasoning_content"] = completion.reasoning
+    if completion.tool_calls:
+        out["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in completion.tool_calls
+        ]
+    return out
+
+
+def from_message(
+    message: object, *, id: str, created: int, finish_reason: str, prompt_tokens: int, completion_tokens: int
+) -> Completion:
+    """The completion whose assistant message is ``message``, as the engine sent it or ``as_message`` made it.
+
+    Raises ``msgspec.ValidationError`` when it is no assistant message.
+    """
+    parsed = msgspec.convert(message, _Message)
+    return Completion(
+        id=id,
+        created=created,
+        text=parsed.content,
+        reasoning=parsed.reasoning or parsed.reasoning_content,
+        tool_calls=tuple(
+            ToolCall(call.id, call.function.name, call.function.arguments) for call in parsed.tool_calls or ()
+        ),
+        finish_reason=finish_reason,
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+    )

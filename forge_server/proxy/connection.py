@@ -1,12 +1,14 @@
 """What the socket knows about the delivery of an answer (I3).
 
-A server that has written an answer does not know that it arrived. The kernel does: it counts the bytes that the
-peer's kernel has not acknowledged (TCP) or the peer has not read (unix). An answer counts as taken when that count
-is zero and the connection then carries another request, is closed in order, or is still open when the attempt is
-sealed. A connection reset with bytes outstanding means that it was not. Everything else stays unknown.
+A server that has written an answer does not know that it arrived. The kernel does: it counts the bytes that
+the peer's kernel has not acknowledged (TCP) or the peer has not read (unix). An answer counts as taken when
+that count is zero and the connection then carries another request, is closed in order, or is still open when
+the attempt is sealed. A connection reset with bytes outstanding means that it was not. Everything else stays
+unknown.
 """
 
 import asyncio
+import contextlib
 import fcntl
 import os
 import socket
@@ -72,13 +74,12 @@ class Connection:
             self._linger()
 
     def _linger(self) -> None:
-        """Closed in order with the last acknowledgements outstanding: keep the socket a moment to see them."""
+        """Closed in order with the last acknowledgements outstanding: keep the socket a moment to see
+        them."""
         self._fd = os.dup(self._fd)
         sock = socket.socket(fileno=self._fd)
-        try:
+        with contextlib.suppress(OSError):
             sock.shutdown(socket.SHUT_WR)
-        except OSError:
-            pass
         loop = asyncio.get_running_loop()
         delays = iter(_LINGER_S)
 

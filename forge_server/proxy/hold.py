@@ -1,7 +1,7 @@
 """The gate between recorded intents and the engine.
 
-Closed during a weight update: calls are held, not refused, each up to its ``max_hold_s``; then it gets 503 with
-Retry-After. What is past the gate is counted, so that the controller can wait until none is left (I9):
+Closed during a weight update: calls are held, not refused, each up to its ``max_hold_s``; then it gets 503
+with Retry-After. What is past the gate is counted, so that the controller can wait until none is left (I9):
 ``hold`` -> ``drained`` -> swap -> ``release``.
 """
 
@@ -43,7 +43,7 @@ class Gate:
             self._changed.set()
             self._changed = asyncio.Event()
 
-    async def drained(self, timeout: float) -> bool:
+    async def drained(self, timeout: float) -> bool:  # noqa: ASYNC109
         """Wait until no call is past the gate; False when some still were after ``timeout`` seconds."""
         try:
             async with asyncio.timeout(timeout):
@@ -54,7 +54,8 @@ class Gate:
 
     @asynccontextmanager
     async def passage(self, max_hold_s: float) -> AsyncIterator[float]:
-        """Pass the gate for the length of the block; yields the milliseconds waited. Raises ``Refusal`` 503."""
+        """Pass the gate for the length of the block; yields the milliseconds waited. Raises ``Refusal``
+        503."""
         held_ms = await self._wait(max_hold_s) if self._reasons else 0.0
         self.running += 1
         self._idle.clear()

@@ -10,12 +10,18 @@ from forge_server.domain.turn import Completion, Turn
 class Refusal(Exception):
     """A request is answered with ``status`` instead of a completion.
 
-    ``code`` is the machine-readable reason, ``retry_after`` seconds go with a 503, ``param`` names the field at
-    fault.
+    ``code`` is the machine-readable reason, ``retry_after`` seconds go with a 503, ``param`` names the field
+    at fault.
     """
 
     def __init__(
-        self, status: int, code: str, message: str, *, param: str | None = None, retry_after: int | None = None
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after: int | None = None,
     ) -> None:
         self.status, self.code, self.message = status, code, message
         self.param, self.retry_after = param, retry_after
@@ -23,9 +29,9 @@ class Refusal(Exception):
 
 
 class Dialect(msgspec.Struct, frozen=True, kw_only=True):
-    """``read``: body -> turn, raises ``Refusal``. ``write``: the whole response body. ``events``: the whole event
-    stream. ``keepalive``: one event that clients ignore, or None where every event hurts. ``error``: error body.
-    ``error_event``: the same inside a stream whose headers have left.
+    """``read``: body -> turn, raises ``Refusal``. ``write``: the whole response body. ``events``: the whole
+    event stream. ``keepalive``: one event that clients ignore, or None where every event hurts. ``error``:
+    error body. ``error_event``: the same inside a stream whose headers have left.
     """
 
     name: str

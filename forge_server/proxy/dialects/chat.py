@@ -1,9 +1,9 @@
 """Chat Completions.
 
-Requests: the parameters in ``_Request`` are understood, every other one is dropped by name. Answers: ``usage`` is
-always sent; in a stream it rides on the last choice chunk, and comes as a chunk of its own too when
-``stream_options.include_usage`` asks for it. The reasoning is called ``reasoning_content``, the name that
-harnesses echo.
+Requests: the parameters in ``_Request`` are understood, every other one is dropped by name. Answers:
+``usage`` is always sent; in a stream it rides on the last choice chunk, and comes as a chunk of its own too
+when ``stream_options.include_usage`` asks for it. The reasoning is called ``reasoning_content``, the name
+that harnesses echo.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
-from forge_server.domain.turn import Completion, Turn
+from forge_server.domain.turn import Completion, Turn, as_message
 from forge_server.proxy.dialects.base import Dialect, Refusal
 from forge_server.proxy.dialects.errors import openai_error
 
@@ -85,17 +85,26 @@ def read(body: bytes) -> Turn:
         except msgspec.DecodeError as error:
             raise Refusal(400, "invalid_request", f"messages[{index}]: {error}", param="messages") from None
         if role not in _ROLES:
-            raise Refusal(400, "invalid_request", f"messages[{index}]: unknown role {role!r}", param="messages")
+            raise Refusal(
+                400, "invalid_request", f"messages[{index}]: unknown role {role!r}", param="messages"
+            )
     if request.n is not None and request.n != 1:
         raise Refusal(
-            400, "unsupported_n", f"n must be 1, not {request.n}: send {request.n} requests instead", param="n"
+            400,
+            "unsupported_n",
+            f"n must be 1, not {request.n}: send {request.n} requests instead",
+            param="n",
         )
     limits = [x for x in (request.max_tokens, request.max_completion_tokens) if x is not None]
     if limits and min(limits) < 1:
-        raise Refusal(400, "invalid_request", f"max_tokens must be at least 1, not {min(limits)}", param="max_tokens")
+        raise Refusal(
+            400, "invalid_request", f"max_tokens must be at least 1, not {min(limits)}", param="max_tokens"
+        )
     stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
     asked = {
-        name: value for name in _SAMPLING if (value := getattr(request, name)) is not UNSET and value is not None
+        name: value
+        for name in _SAMPLING
+        if (value := getattr(request, name)) is not UNSET and value is not None
     }
     return Turn(
         messages=tuple(request.messages),
@@ -111,19 +120,6 @@ def read(body: bytes) -> Turn:
         asked=asked,
         dropped=() if keys.keys() <= _KNOWN else tuple(sorted(keys.keys() - _KNOWN)),
     )
-
-
-def message(completion: Completion) -> dict[str, Any]:
-    """The assistant message of a completion, in the shape that harnesses send back with the next request."""
-    out: dict[str, Any] = {"role": "assistant", "content": completion.text}
-    if completion.reasoning:
-        out["reasoning_content"] = completion.reasoning
-    if completion.tool_calls:
-        out["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in completion.tool_calls
-        ]
-    return out
 
 
 def _usage(completion: Completion) -> dict[str, int]:
@@ -145,7 +141,7 @@ def write(turn: Turn, completion: Completion) -> bytes:
             "choices": [
                 {
                     "index": 0,
-                    "message": message(completion),
+                    "message": as_message(completion),
                     "logprobs": None,
                     "finish_reason": completion.finish_reason,
                 }
@@ -155,7 +151,9 @@ def write(turn: Turn, completion: Completion) -> bytes:
     )
 
 
-def _chunk(turn: Turn, id: str, created: int, choices: list[Any], usage: dict[str, int] | None = None) -> bytes:
+def _chunk(
+    turn: Turn, id: str, created: int, choices: list[Any], usage: dict[str, int] | None = None
+) -> bytes:
     body = {
         "id": id,
         "object": "chat.completion.chunk",
@@ -177,12 +175,12 @@ def events(turn: Turn, completion: Completion) -> bytes:
         deltas.append({"content": completion.text})
     for index, call in enumerate(completion.tool_calls):
         function = {"name": call.name, "arguments": call.arguments}
-        deltas.append({"tool_calls": [{"index": index, "id": call.id, "type": "function", "function": function}]})
+        deltas.append(
+            {"tool_calls": [{"index": index, "id": call.id, "type": "function", "function": function}]}
+        )
     usage = _usage(completion)
     out = [
-        _chunk(
-            turn, completion.id, completion.created, [{"index": 0, "delta": delta, "finish_reason": None}]
-        )
+        _chunk(turn, completion.id, completion.created, [{"index": 0, "delta": delta, "finish_reason": None}])
         for delta in deltas
     ]
     last = [{"index": 0, "delta": {}, "finish_reason": completion.finish_reason}]

@@ -1,0 +1,320 @@
+"""The life of a call: admitted, recorded as intended, held, answered by the engine, recorded as ended (I1,
+I2, I9).
+
+The intent is durable before anything is forwarded, and the end before a byte of the answer leaves. When the
+database fails in between, no answer leaves; the missing rows are written as soon as it works again.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import msgspec
+import sqlalchemy as sa
+import structlog
+
+from forge_server.domain.engine import ChatResult, EngineRefused, EngineUnavailable
+from forge_server.domain.errors import StoreError
+from forge_server.domain.ids import CallIds
+from forge_server.domain.outcome import Kind
+from forge_server.domain.states import CallEnd, Delivery
+from forge_server.domain.turn import Turn, as_message, from_message
+from forge_server.proxy import record, sampling, transcript
+from forge_server.proxy.dialects.base import Refusal
+from forge_server.proxy.flights import Answer, Flight
+from forge_server.proxy.hold import Gate
+from forge_server.proxy.ports import BudgetExceeded, Engine, Store, VersionSource
+from forge_server.proxy.recall import completion_id
+from forge_server.proxy.replay import Marks
+from forge_server.proxy.sessions import Session
+from forge_server.store.tables import call_messages, call_tokens, calls
+
+log = structlog.get_logger(__name__)
+
+RESAMPLES = 5
+"""How often a call is sampled again after weight updates that aborted it."""
+
+_RETRY_S = 2
+
+
+class _Ended(Exception):
+    """A call ends without an answer: what its row says and what the harness gets."""
+
+    def __init__(self, end: CallEnd, refusal: Refusal) -> None:
+        self.end, self.refusal = end, refusal
+
+
+class Calls:
+    """Makes calls; one per server."""
+
+    def __init__(
+        self,
+        *,
+        store: Store,
+        engine: Engine,
+        gate: Gate,
+        versions: VersionSource,
+        budget_exceeded: BudgetExceeded,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._store, self._engine, self._gate, self._versions = store, engine, gate, versions
+        self._budget_exceeded, self._clock = budget_exceeded, clock
+        self._ids = CallIds()
+        self._late: set[asyncio.Task[None]] = set()
+
+    async def begin(
+        self, session: Session, dialect: str, turn: Turn, marks: Marks
+    ) -> tuple[Flight | Answer, bool]:
+        """The call that serves this request, and whether it is its own (or an earlier one's).
+
+        Raises ``Refusal`` when no call is admitted. The caller is counted as a watcher.
+        """
+        if session.refusal is not None:
+            raise session.refusal
+        digest, keys = session.transcript.identify(turn)
+        repeated = session.replays.find(digest, marks)
+        if repeated is not None:
+            repeated.watchers += 1
+            return repeated, False
+        if session.calls >= session.policy.max_calls:
+            await self._stop(
+                session, Kind.BUDGET_CALLS, f"the budget of {session.policy.max_calls} calls is used up"
+            )
+        if session.tokens >= session.policy.max_tokens:
+            await self._stop(
+                session, Kind.BUDGET_TOKENS, f"the budget of {session.policy.max_tokens} tokens is used up"
+            )
+        session.calls += 1
+        flight = Flight(self._ids.next(), session.take_seq(), dialect, digest, turn, self._clock())
+        flight.watchers = 1
+        session.flights.add(flight)
+        session.replays.took_off(flight, marks)
+        flight.task = asyncio.create_task(self._fly(session, flight, keys), name=f"call {flight.id}")
+        flight.task.add_done_callback(_retrieved)
+        return flight, True
+
+    async def repeat(self, session: Session, dialect: str, turn: Turn, answer: Answer) -> int:
+        """Record that a request is given the answer of an earlier call; returns the id of its row."""
+        flight = Flight(self._ids.next(), session.take_seq(), dialect, answer.digest, turn, self._clock())
+        row = record.replayed(session.attempt_id, flight, answer.call_id, session.policy, self._clock())
+        try:
+            await self._store.write_rows([(calls, row)])
+        except StoreError as error:
+            self._write_late(flight.id, [(calls, row)], [])
+            raise _unavailable(error) from error
+        return flight.id
+
+    async def _stop(self, session: Session, kind: Kind, message: str) -> NoReturn:
+        """The policy has used up a budget: 400 now and for every later call."""
+        session.refusal = Refusal(400, str(kind), f"the rollout has ended: {message}")
+        await self._budget_exceeded(session.attempt_id, kind)
+        raise session.refusal
+
+    async def _fly(self, session: Session, flight: Flight, keys: tuple[bytes, ...]) -> Answer:
+        answer = None
+        try:
+            answer = await self._make(session, flight, keys)
+            return answer
+        finally:
+            session.flights.discard(flight)
+            session.replays.landed(flight, answer)
+
+    async def _make(self, session: Session, flight: Flight, keys: tuple[bytes, ...]) -> Answer:
+        policy = session.policy
+        label = ""
+        pinned = sampling.pin(
+            flight.turn,
+            policy,
+            attempt_id=session.attempt_id,
+            seq=flight.seq,
+            tokens_left=policy.max_tokens - session.tokens,
+        )
+        packed, fresh = session.transcript.pack(flight.turn, keys)
+        intent: record.Rows = [(transcript.INTERN, row) for row in fresh]
+        intent.append((calls, record.intent(session.attempt_id, flight, policy, label)))
+        intent.append((call_messages, {"call_id": flight.id, "request": packed}))
+        try:
+            await self._store.write_rows(intent)
+        except StoreError as error:
+            end = record.failed(
+                flight,
+                CallEnd.REJECTED,
+                503,
+                f"store: {error}",
+                at=self._clock(),
+                flags=pinned.flags,
+                held_ms=0.0,
+            )
+            self._write_late(flight.id, intent, [(record.FAILED, end)])
+            raise _unavailable(error) from error
+        session.transcript.stored(flight.id, keys)
+
+        passage = _Passage(pinned.flags)
+        try:
+            result = await self._sample(session, flight, pinned.body, passage)
+            completion = from_message(
+                result.message,
+                id=completion_id(flight.id),
+                created=int(flight.began_at),
+                finish_reason=result.finish_reason,
+                prompt_tokens=result.usage_prompt,
+                completion_tokens=result.usage_completion,
+            )
+        except msgspec.ValidationError as error:
+            ended = _Ended(CallEnd.UPSTREAM_ERROR, _engine_away(f"its message cannot be read ({error})"))
+            await self._failed(flight, ended, passage)
+        except _Ended as ended:
+            await self._failed(flight, ended, passage)
+
+        session.tokens += result.usage_completion
+        placement = None
+        if result.prompt_ids is not None and result.completion_ids is not None:
+            placement = session.forest.add(
+                flight.id, result.prompt_ids, result.completion_ids, Delivery.UNKNOWN
+            )
+            session.confirmed(placement.confirmed)
+            session.known = result
+        reason = record.untrainable(
+            result, policy, label=label, constrained=pinned.constrained, mixed=passage.mixed
+        )
+        end_row = record.answered(
+            flight,
+            result,
+            placement,
+            reason,
+            at=self._clock(),
+            version=passage.version,
+            flags=passage.flags,
+            engine_ms=passage.engine_ms,
+            held_ms=passage.held_ms,
+        )
+        body = msgspec.json.encode(as_message(completion))
+        key = transcript.digest(body)
+        rows: record.Rows = [
+            (transcript.INTERN, transcript.message_row(body, key)),
+            (record.ANSWERED, end_row),
+        ]
+        if placement is not None:
+            rows.append((call_tokens, record.tokens(flight, result, placement, passage.version)))
+        rows.append((record.RESPONSE, {"b_id": flight.id, "b_response": key}))
+        answer = Answer(flight.id, flight.digest, completion, Delivery.UNKNOWN)
+        try:
+            await self._store.write_rows(rows)
+        except StoreError as error:
+            session.settle(answer, Delivery.NO)
+            self._write_late(flight.id, [], rows)
+            raise _unavailable(error) from error
+        session.landed(answer)
+        answer.watchers = flight.watchers
+        if not flight.watchers:
+            session.settle(answer, Delivery.NO)
+        return answer
+
+    async def _sample(
+        self, session: Session, flight: Flight, body: dict[str, Any], passage: "_Passage"
+    ) -> ChatResult:
+        """Wait for the gate, ask the engine, and ask again when a weight update aborted the answer."""
+        try:
+            for _ in range(RESAMPLES):
+                with flight:
+                    async with self._gate.passage(session.policy.max_hold_s) as held_ms:
+                        passage.held_ms += held_ms
+                        passage.version = self._versions.current
+                        began = time.monotonic()
+                        result = await self._engine.chat(
+                            body, request_id=f"forge-{flight.id}", known=session.known
+                        )
+                        passage.engine_ms = (time.monotonic() - began) * 1000.0
+                        passage.mixed = self._versions.current != passage.version
+                if result.finish_reason != "abort":
+                    flight.recording()
+                    return result
+                passage.flags["resampled"] = passage.flags.get("resampled", 0) + 1
+            raise _Ended(CallEnd.UPSTREAM_ERROR, _engine_away(f"it aborted the answer {RESAMPLES} times"))
+        except asyncio.CancelledError:
+            if flight.stopped is None:
+                raise  # the server is stopping: the next start ends the call as server_lost
+            asyncio.current_task().uncancel()  # type: ignore[union-attr]
+            raise _Ended(*flight.stopped) from None
+        except Refusal as refusal:
+            raise _Ended(*(flight.stopped or (CallEnd.REJECTED, refusal))) from None
+        except EngineRefused as error:
+            raise _Ended(CallEnd.REJECTED, Refusal(400, error.code, error.message)) from error
+        except EngineUnavailable as error:
+            raise _Ended(CallEnd.UPSTREAM_ERROR, _engine_away(str(error))) from error
+
+    async def _failed(self, flight: Flight, ended: _Ended, passage: "_Passage") -> NoReturn:
+        flight.recording()
+        refusal = ended.refusal
+        row = record.failed(
+            flight,
+            ended.end,
+            refusal.status,
+            f"{refusal.code}: {refusal.message}",
+            at=self._clock(),
+            flags=passage.flags,
+            held_ms=passage.held_ms,
+        )
+        try:
+            await self._store.write_rows([(record.FAILED, row)])
+        except StoreError as error:
+            log.error("end of call not written yet", call=flight.id, error=str(error))
+            self._write_late(flight.id, [], [(record.FAILED, row)])
+        raise refusal
+
+    def _write_late(self, call_id: int, intent: record.Rows, end: record.Rows) -> None:
+        task = asyncio.create_task(self._late_rows(call_id, intent, end), name=f"late rows of call {call_id}")
+        self._late.add(task)
+        task.add_done_callback(self._late.discard)
+
+    async def _late_rows(self, call_id: int, intent: record.Rows, end: record.Rows) -> None:
+        """Write what a failing database did not take. It may have taken it before it failed."""
+
+        def write(connection: sa.Connection) -> None:
+            found = connection.execute(sa.select(calls.c.end).where(calls.c.id == call_id)).one_or_none()
+            if found is not None and found.end is not None:
+                return
+            for what, row in (*(intent if found is None else ()), *end):
+                connection.execute(sa.insert(what) if isinstance(what, sa.Table) else what, row)
+
+        pause = 0.2
+        while True:
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, 5.0)
+            with contextlib.suppress(StoreError):
+                await self._store.write(write)
+                return
+
+    async def close(self) -> None:
+        """Give up on late rows: the next start ends their calls as server_lost."""
+        for task in self._late:
+            task.cancel()
+
+
+class _Passage:
+    """What is measured between intent and end."""
+
+    def __init__(self, flags: dict[str, Any]) -> None:
+        self.flags = flags
+        self.version = 0
+        self.held_ms = self.engine_ms = 0.0
+        self.mixed = False
+
+
+def _engine_away(why: str) -> Refusal:
+    return Refusal(503, "engine_unavailable", f"the model is not available: {why}", retry_after=_RETRY_S)
+
+
+def _unavailable(error: StoreError) -> Refusal:
+    log.error("call not recorded", error=str(error))
+    return Refusal(
+        503, "store_unavailable", "the server cannot record calls at the moment", retry_after=_RETRY_S
+    )
+
+
+def _retrieved(task: asyncio.Task[Answer]) -> None:
+    """Whoever waited has seen the error; a bug is logged even if nobody did."""
+    if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, Refusal):
+        log.error("call failed", exc_info=error)

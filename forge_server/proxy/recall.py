@@ -1,0 +1,85 @@
+"""What the database remembers of an attempt's calls, for a session that is opened again after a restart."""
+
+from typing import Any
+
+import msgspec
+import sqlalchemy as sa
+import structlog
+
+from forge_server.domain.call import Call
+from forge_server.domain.states import CallEnd, Delivery
+from forge_server.domain.turn import Completion, from_message
+from forge_server.proxy import transcript
+from forge_server.store.tables import call_messages, call_tokens, calls, messages
+from forge_server.trajectory import codec
+
+log = structlog.get_logger(__name__)
+
+
+class Past(msgspec.Struct, frozen=True):
+    """``taken``: how many calls were numbered; ``own``: how many of them were no replays; ``tokens``:
+    completion tokens sampled; ``calls``: those with ids, in order; ``undelivered``: (call id, request digest,
+    delivery, completion) of answers that nobody is known to have got.
+    """
+
+    taken: int
+    own: int
+    tokens: int
+    calls: tuple[Call, ...]
+    undelivered: tuple[tuple[int, bytes, Delivery, Completion], ...]
+
+
+def past_calls(connection: sa.Connection, attempt_id: str) -> Past:
+    """Read and rebuild; runs in a reader's thread."""
+    query = (
+        sa.select(calls, call_tokens.c.data, call_tokens.c.prompt_digest, messages.c.body)
+        .outerjoin(call_tokens, call_tokens.c.call_id == calls.c.id)
+        .outerjoin(call_messages, call_messages.c.call_id == calls.c.id)
+        .outerjoin(
+            messages,
+            sa.and_(messages.c.digest == call_messages.c.response, calls.c.delivered != Delivery.YES),
+        )
+        .where(calls.c.attempt_id == attempt_id)
+        .order_by(calls.c.seq)
+    )
+    rows = connection.execute(query).all()
+    own = [row for row in rows if row.retry_of is None]
+    return Past(
+        taken=rows[-1].seq + 1 if rows else 0,
+        own=len(own),
+        tokens=sum(row.completion_len or 0 for row in own),
+        calls=_rebuild(own),
+        undelivered=tuple(
+            (row.id, row.request_digest, Delivery(row.delivered), _completion(row))
+            for row in own
+            if row.end == CallEnd.OK and row.body is not None
+        ),
+    )
+
+
+def _rebuild(rows: list[Any]) -> tuple[Call, ...]:
+    names = codec.CallRow.__struct_fields__
+    try:
+        return tuple(
+            codec.decode_attempt(codec.CallRow(**{n: getattr(row, n) for n in names}) for row in rows)
+        )
+    except codec.CorruptRecord as error:
+        # later calls are stored without a parent; the attempt is not trained when its samples are cut
+        log.error("earlier calls cannot be read back", attempt=rows[0].attempt_id, error=str(error))
+        return ()
+
+
+def _completion(row: Any) -> Completion:
+    return from_message(
+        transcript.unpack_body(row.body),
+        id=completion_id(row.id),
+        created=int(row.began_at),
+        finish_reason=row.finish_reason or "stop",
+        prompt_tokens=row.prompt_len or 0,
+        completion_tokens=row.completion_len or 0,
+    )
+
+
+def completion_id(call_id: int) -> str:
+    """The id that the harness sees."""
+    return f"chatcmpl-{call_id:x}"

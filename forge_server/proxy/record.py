@@ -1,0 +1,206 @@
+"""The rows of a call: its intent, its end, its delivery (I1, I2), as statements and pure builders.
+
+Statements are built once, so that the store gathers the rows of calls that wait together into one execution.
+"""
+
+from typing import Any
+
+import sqlalchemy as sa
+
+from forge_server.domain.call import VersionSpan, count_fault
+from forge_server.domain.engine import ChatResult
+from forge_server.domain.states import CallEnd, Delivery, Untrainable
+from forge_server.proxy.flights import Flight
+from forge_server.proxy.ports import CallPolicy, Row
+from forge_server.store.tables import call_messages, calls
+from forge_server.trajectory import codec
+from forge_server.trajectory.forest import Placement
+
+Rows = list[tuple[sa.Table | sa.Executable, Row]]
+
+_OK = (
+    "ended_at",
+    "end",
+    "status",
+    "untrainable",
+    "flags",
+    "parent_id",
+    "prefix_len",
+    "storage_parent_id",
+    "prompt_len",
+    "completion_len",
+    "finish_reason",
+    "policy_version",
+    "engine_ms",
+    "held_ms",
+)
+_FAILED = ("ended_at", "end", "status", "error", "delivered", "untrainable", "flags", "held_ms")
+
+
+def _end(names: tuple[str, ...]) -> sa.Update:
+    """Gives a call its end, once."""
+    return (
+        sa.update(calls)
+        .where(calls.c.id == sa.bindparam("b_id"), calls.c.end.is_(None))
+        .values({name: sa.bindparam(name) for name in names})
+    )
+
+
+ANSWERED = _end(_OK)
+FAILED = _end(_FAILED)
+RESPONSE = (
+    sa.update(call_messages)
+    .where(call_messages.c.call_id == sa.bindparam("b_id"))
+    .values(response=sa.bindparam("b_response"))
+)
+DELIVERED = (
+    sa.update(calls).where(calls.c.id == sa.bindparam("b_id")).values(delivered=sa.bindparam("b_delivered"))
+)
+
+
+def intent(attempt_id: str, flight: Flight, policy: CallPolicy, label: str) -> Row:
+    """The row of ``calls`` that is durable before the call is forwarded."""
+    return {
+        "id": flight.id,
+        "attempt_id": attempt_id,
+        "seq": flight.seq,
+        "dialect": flight.dialect,
+        "mode": "record",
+        "request_digest": flight.digest,
+        "began_at": flight.began_at,
+        "label": label,
+        "forest_key": policy.model[:64],
+        "temperature": policy.temperature,
+    }
+
+
+def replayed(attempt_id: str, flight: Flight, original: int, policy: CallPolicy, at: float) -> Row:
+    """The one row of a request that was given the answer of call ``original``: nothing was sampled for it."""
+    return intent(attempt_id, flight, policy, "") | {
+        "retry_of": original,
+        "ended_at": at,
+        "end": CallEnd.OK,
+        "status": 200,
+        "untrainable": Untrainable.DUPLICATE,
+    }
+
+
+def failed(
+    flight: Flight, end: CallEnd, status: int, error: str, *, at: float, flags: dict[str, Any], held_ms: float
+) -> Row:
+    """The end of a call without an answer."""
+    return {
+        "b_id": flight.id,
+        "ended_at": at,
+        "end": end,
+        "status": status,
+        "error": error[:2000],
+        "delivered": Delivery.NO,
+        "untrainable": Untrainable.NOT_OK,
+        "flags": flags or None,
+        "held_ms": held_ms,
+    }
+
+
+def answered(
+    flight: Flight,
+    result: ChatResult,
+    placement: Placement | None,
+    untrainable: Untrainable | None,
+    *,
+    at: float,
+    version: int,
+    flags: dict[str, Any],
+    engine_ms: float,
+    held_ms: float,
+) -> Row:
+    """The end of a call that the engine answered. ``placement`` is None when the engine gave no ids."""
+    return {
+        "b_id": flight.id,
+        "ended_at": at,
+        "end": CallEnd.OK,
+        "status": 200,
+        "untrainable": untrainable,
+        "flags": flags or None,
+        "parent_id": placement.parent if placement else None,
+        "prefix_len": placement.shared if placement else None,
+        "storage_parent_id": placement.storage_parent if placement else None,
+        "prompt_len": result.usage_prompt,
+        "completion_len": result.usage_completion,
+        "finish_reason": result.finish_reason[:24],
+        "policy_version": version,
+        "engine_ms": engine_ms,
+        "held_ms": held_ms,
+    }
+
+
+def tokens(flight: Flight, result: ChatResult, placement: Placement, version: int) -> Row:
+    """The row of ``call_tokens``; only for a result with ids. Its delivery stays unknown for the time
+    being."""
+    assert result.prompt_ids is not None and result.completion_ids is not None
+    spans = (VersionSpan(version, 0, result.completion_ids.size),)
+    return {
+        "call_id": flight.id,
+        "data": codec.encode(
+            result.prompt_ids, placement.shared, result.completion_ids, result.logprobs, spans
+        ),
+        "prompt_digest": codec.digest(result.prompt_ids),
+    }
+
+
+def untrainable(
+    result: ChatResult, policy: CallPolicy, *, label: str, constrained: bool, mixed: bool
+) -> Untrainable | None:
+    """Why the answer may not be trained whatever becomes of its delivery (the closed list), or None."""
+    if result.finish_reason == "abort":
+        return Untrainable.ABORTED
+    if result.prompt_ids is None or result.completion_ids is None:
+        return Untrainable.COUNT_MISMATCH
+    if result.prompt_ids.size != result.usage_prompt:
+        return Untrainable.COUNT_MISMATCH
+    fault = count_fault(result.completion_ids, result.logprobs, result.usage_completion)
+    if fault is not None:
+        return fault
+    if constrained:
+        return Untrainable.CONSTRAINED
+    if mixed:
+        return Untrainable.MIXED_VERSIONS
+    if label:
+        return Untrainable.SIDE_CALL
+    if policy.mode == "eval":
+        return Untrainable.EVALUATION
+    return None
+
+
+def settle_attempt(connection: sa.Connection, attempt_id: str) -> None:
+    """Close the books of a sealed attempt: what is not known to be delivered is not trained (I3)."""
+    for delivery, reason in (
+        (Delivery.NO, Untrainable.NOT_DELIVERED),
+        (Delivery.UNKNOWN, Untrainable.DELIVERY_UNKNOWN),
+    ):
+        connection.execute(
+            sa.update(calls)
+            .where(
+                calls.c.attempt_id == attempt_id,
+                calls.c.end == CallEnd.OK,
+                calls.c.untrainable.is_(None),
+                calls.c.delivered == delivery,
+            )
+            .values(untrainable=reason)
+        )
+
+
+def end_lost_calls(connection: sa.Connection, at: float) -> int:
+    """Give every call that a former server left open its end (I1); returns how many there were."""
+    result = connection.execute(
+        sa.update(calls)
+        .where(calls.c.end.is_(None))
+        .values(
+            ended_at=at,
+            end=CallEnd.SERVER_LOST,
+            error="the server stopped while the call was in flight",
+            delivered=Delivery.NO,
+            untrainable=Untrainable.NOT_OK,
+        )
+    )
+    return int(result.rowcount)

@@ -1,0 +1,324 @@
+"""The pod-facing inference routes: a raw ASGI application.
+
+``/a/{attempt}/v1/...`` and bare ``/v1/...``; the key says who calls, and path and key must agree (I10). The
+headers of an answer are held until the answer is there, so that an error keeps its status; only a stream that
+takes longer than ``keepalive_after_s`` gets its headers and keep-alives first. A client that leaves cancels
+its call.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import structlog
+
+from forge_server.domain.states import CallEnd, Delivery
+from forge_server.domain.turn import Turn
+from forge_server.proxy.calls import Calls
+from forge_server.proxy.connection import EXTENSION, Connection
+from forge_server.proxy.dialects.base import Dialect, Refusal, Unserved
+from forge_server.proxy.dialects.chat import CHAT
+from forge_server.proxy.dialects.errors import anthropic_error, gemini_error, openai_error
+from forge_server.proxy.flights import Answer, Flight
+from forge_server.proxy.identity import Headers, headers_of, key_of
+from forge_server.proxy.ports import AgentKeys
+from forge_server.proxy.replay import marks_of
+from forge_server.proxy.sessions import Session, Sessions
+
+log = structlog.get_logger(__name__)
+
+Scope = Any
+Receive = Callable[[], Awaitable[Any]]
+Send = Callable[[Any], Awaitable[None]]
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+KEEPALIVE_EVERY_S = 15.0
+
+_JSON = (b"content-type", b"application/json")
+_SSE = (b"content-type", b"text/event-stream; charset=utf-8")
+_NO_CACHE = (b"cache-control", b"no-cache")
+
+RESPONSES = Unserved(name="responses", error=openai_error)
+COMPLETIONS = Unserved(name="completions", error=openai_error)
+MESSAGES = Unserved(name="messages", error=anthropic_error)
+GEMINI = Unserved(name="gemini", error=gemini_error)
+
+_POST: dict[str, Dialect | Unserved] = {
+    "v1/chat/completions": CHAT,
+    "v1/completions": COMPLETIONS,
+    "v1/responses": RESPONSES,
+    "v1/messages": MESSAGES,
+    "v1/messages/count_tokens": MESSAGES,
+}
+
+
+class _Gone(Exception):
+    """The client has left: there is nobody to answer."""
+
+
+class Route(msgspec.Struct, frozen=True):
+    """``attempt`` is None on the bare routes; ``rest`` is what follows, without the leading slash."""
+
+    attempt: str | None
+    rest: str
+
+
+def route_of(path: str) -> Route | None:
+    """The inference route of a path, or None when it is none."""
+    rest, attempt = path.lstrip("/"), None
+    if rest.startswith("a/"):
+        _, attempt, rest = (*rest.split("/", 2), "", "")[:3]
+    if rest in _POST or rest == "v1/models" or rest.startswith("v1beta/models/"):
+        return Route(attempt, rest)
+    return None
+
+
+class InferenceRoutes:
+    """``model`` is the name listed by ``v1/models``; what is no inference route goes to ``otherwise``."""
+
+    def __init__(
+        self,
+        *,
+        sessions: Sessions,
+        calls: Calls,
+        keys: AgentKeys,
+        model: str,
+        max_body: int = 64 * 1024 * 1024,
+        keepalive_after_s: float = 60.0,
+        otherwise: Application | None = None,
+    ) -> None:
+        self._sessions, self._calls, self._keys, self._model = sessions, calls, keys, model
+        self._max_body, self._keepalive_after_s = max_body, keepalive_after_s
+        self._otherwise = otherwise
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI entry. ``raw_path`` is used, since a mount may have cut ``path``."""
+        path = (scope.get("raw_path") or scope["path"].encode()).decode("latin-1")
+        route = route_of(path)
+        if scope["type"] == "websocket":
+            await _refuse_websocket(send)
+        elif route is not None:
+            await self._inference(route, scope, receive, send)
+        elif self._otherwise is not None:
+            await self._otherwise(scope, receive, send)
+        else:
+            await _respond(send, 404, openai_error(Refusal(404, "not_found", f"there is no route {path}")))
+
+    async def _inference(self, route: Route, scope: Scope, receive: Receive, send: Send) -> None:
+        dialect = _POST.get(route.rest) or (GEMINI if route.rest.startswith("v1beta/") else CHAT)
+        try:
+            headers = headers_of(scope["headers"])
+            attempt_id = self._identify(route, headers)
+            method = scope["method"]
+            if route.rest == "v1/models":
+                _check_method(method, "GET")
+                await _respond(send, 200, self._models())
+            elif route.rest == "v1/responses" and b"upgrade" in headers:
+                raise Refusal(426, "websocket_unsupported", "no websockets here: use POST")
+            else:
+                _check_method(method, "POST")
+                if isinstance(dialect, Unserved):
+                    raise Refusal(
+                        501, "not_implemented", f"{route.rest} is not served yet: use v1/chat/completions"
+                    )
+                body = await self._body(headers, receive)
+                await self._serve(attempt_id, dialect, dialect.read(body), headers, scope, receive, send)
+        except Refusal as refusal:
+            await _refuse(send, dialect, refusal)
+        except _Gone:
+            pass
+        except Exception:
+            log.exception("request failed", path=scope["path"])
+            await _refuse(send, dialect, Refusal(500, "internal_error", "internal error"))
+
+    def _identify(self, route: Route, headers: Headers) -> str:
+        attempt_id = self._keys(key_of(headers))
+        if attempt_id is None:
+            raise Refusal(401, "invalid_api_key", "the key is not valid")
+        if route.attempt is not None and route.attempt != attempt_id:
+            raise Refusal(401, "invalid_api_key", "the key belongs to another attempt")
+        return attempt_id
+
+    def _models(self) -> bytes:
+        entry = {"id": self._model, "object": "model", "created": 0, "owned_by": "forge-server"}
+        return msgspec.json.encode({"object": "list", "data": [entry]})
+
+    async def _body(self, headers: Headers, receive: Receive) -> bytes:
+        if headers.get(b"content-encoding", b"identity") != b"identity":
+            raise Refusal(415, "unsupported_encoding", "send the body without content-encoding")
+        length = headers.get(b"content-length", b"")
+        if length.isdigit() and int(length) > self._max_body:
+            raise self._too_large()
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise _Gone
+            part = message.get("body", b"")
+            if part:
+                parts.append(part)
+                size += len(part)
+                if size > self._max_body:
+                    raise self._too_large()
+            if not message.get("more_body", False):
+                return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _too_large(self) -> Refusal:
+        return Refusal(413, "body_too_large", f"the request body is larger than {self._max_body} bytes")
+
+    async def _serve(
+        self,
+        attempt_id: str,
+        dialect: Dialect,
+        turn: Turn,
+        headers: Headers,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        """Answer one turn: its own call, one that it joins, or an answer that is given again."""
+        session = await self._sessions.open(attempt_id)
+        served, own = await self._calls.begin(session, dialect.name, turn, marks_of(headers))
+        stream = _Stream(send, dialect, turn)
+        answer = served
+        gone = False
+        try:
+            if isinstance(served, Flight):
+                answer, gone = await self._wait(served, stream, receive)
+            assert isinstance(answer, Answer)
+            if session.closed:
+                session.settle(answer, Delivery.NO)
+                assert session.refusal is not None
+                raise session.refusal
+            row_id = None if own else await self._calls.repeat(session, dialect.name, turn, answer)
+            await self._deliver(session, answer, row_id, stream, scope, gone)
+        except Refusal as refusal:
+            if not stream.started:
+                raise
+            await stream.finish(dialect.error_event(refusal))
+        finally:
+            served.watchers -= 1
+            if answer is not served and isinstance(answer, Answer):
+                answer.watchers -= 1
+
+    async def _wait(self, flight: Flight, stream: "_Stream", receive: Receive) -> tuple[Answer, bool]:
+        """The answer of a flight, and whether the client has left meanwhile. Leaving cancels a call that
+        nobody else waits for.
+        """
+        leaving = asyncio.ensure_future(receive())
+        timeout: float | None = self._keepalive_after_s
+        try:
+            while not flight.task.done():
+                await asyncio.wait(
+                    {flight.task, leaving}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
+                )
+                if flight.task.done():
+                    break
+                if leaving.done():
+                    if flight.watchers == 1:
+                        flight.stop(
+                            CallEnd.CLIENT_GONE, Refusal(499, "client_gone", "the client closed the request")
+                        )
+                    raise _Gone
+                timeout = KEEPALIVE_EVERY_S if await stream.keep_alive(flight) else None
+            return flight.task.result(), leaving.done()
+        finally:
+            leaving.cancel()
+
+    async def _deliver(
+        self,
+        session: Session,
+        answer: Answer,
+        row_id: int | None,
+        stream: "_Stream",
+        scope: Scope,
+        gone: bool,
+    ) -> None:
+        """Send the answer and let the connection tell what becomes of it."""
+        if gone:
+            session.settle(answer, Delivery.NO, row_id)
+            return
+        connection: Connection | None = scope.get("extensions", {}).get(EXTENSION)
+        answer.line = connection
+        try:
+            await stream.answer(answer)
+        except OSError:
+            session.settle(answer, Delivery.NO, row_id)
+            return
+        if connection is None:
+            session.settle(answer, Delivery.UNKNOWN, row_id)
+        else:
+            connection.answered(lambda delivery: session.settle(answer, delivery, row_id))
+
+
+class _Stream:
+    """The response to one request: JSON or events, with the headers held back as long as possible."""
+
+    def __init__(self, send: Send, dialect: Dialect, turn: Turn) -> None:
+        self._send, self._dialect, self._turn = send, dialect, turn
+        self.started = False
+
+    async def keep_alive(self, flight: Flight) -> bool:
+        """Show a streaming client that we are alive; False when its dialect has no harmless way."""
+        if not self._turn.stream:
+            return False
+        event = self._dialect.keepalive(self._turn, f"chatcmpl-{flight.id:x}", int(flight.began_at))
+        if event is None:
+            return False
+        if not self.started:
+            self.started = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": [_SSE, _NO_CACHE]})
+        await self._send({"type": "http.response.body", "body": event, "more_body": True})
+        return True
+
+    async def answer(self, answer: Answer) -> None:
+        if self._turn.stream:
+            await self.finish(self._dialect.events(self._turn, answer.completion))
+        else:
+            await _respond(self._send, 200, self._dialect.write(self._turn, answer.completion))
+
+    async def finish(self, events: bytes) -> None:
+        """All events at once; with their length, unless the headers have left already."""
+        if not self.started:
+            self.started = True
+            await _start(self._send, 200, [_SSE, _NO_CACHE], len(events))
+        await self._send({"type": "http.response.body", "body": events})
+
+
+def _check_method(method: str, wanted: str) -> None:
+    if method != wanted:
+        raise Refusal(405, "method_not_allowed", f"use {wanted}")
+
+
+async def _refuse(send: Send, dialect: Dialect | Unserved, refusal: Refusal) -> None:
+    extra = []
+    if refusal.retry_after is not None:
+        extra.append((b"retry-after", str(refusal.retry_after).encode()))
+    if refusal.status == 426:
+        extra.append((b"upgrade", b"HTTP/1.1"))
+    if refusal.status == 413:
+        extra.append((b"connection", b"close"))
+    await _respond(send, refusal.status, dialect.error(refusal), extra)
+
+
+async def _respond(
+    send: Send, status: int, body: bytes, extra: list[tuple[bytes, bytes]] | None = None
+) -> None:
+    await _start(send, status, [_JSON, *(extra or ())], len(body))
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _start(send: Send, status: int, headers: list[tuple[bytes, bytes]], length: int) -> None:
+    headers.append((b"content-length", str(length).encode()))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+async def _refuse_websocket(send: Send) -> None:
+    """A server with websocket support hands the upgrade over as a websocket scope."""
+    refusal = Refusal(426, "websocket_unsupported", "no websockets here: use POST")
+    body = openai_error(refusal)
+    headers = [_JSON, (b"upgrade", b"HTTP/1.1"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "websocket.http.response.start", "status": 426, "headers": headers})
+    await send({"type": "websocket.http.response.body", "body": body})
