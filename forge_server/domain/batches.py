@@ -13,7 +13,7 @@ there with all of its samples.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
 import msgspec
@@ -76,7 +76,7 @@ def judge(rollouts: Sequence[EndedRollout], oldest_version: int | None = None) -
     return None
 
 
-def select(groups: dict[str, Sequence[EndedRollout]], oldest_version: int | None = None) -> Selection:
+def select(groups: Mapping[str, Sequence[EndedRollout]], oldest_version: int | None = None) -> Selection:
     """Divide complete groups into those to train and those dropped, each with its reason."""
     kept: dict[str, tuple[EndedRollout, ...]] = {}
     dropped: dict[str, Drop] = {}

@@ -105,6 +105,13 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         total = sum(weights.values())
         return tuple((name, weights[name] / total) for name in sorted(weights))
 
+    @property
+    def evaluation(self) -> RunEval | None:
+        """The rounds of a training run; for a run of kind ``eval`` the one round that it is."""
+        if self.kind == "eval":
+            return RunEval(split=self.split, k=self.n, temperature=self.temperature)
+        return self.eval
+
     def temperature_of(self, mode: Mode) -> float:
         """The sampling temperature of a rollout with this mode."""
         return self.eval.temperature if mode == "eval" and self.eval is not None else self.temperature

@@ -1,0 +1,126 @@
+"""Runs as people handle them: create or resume by name, pause, resume, cancel."""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import sqlalchemy as sa
+from sqlalchemy import Connection
+
+from forge_server.controller.ports import Events
+from forge_server.domain.errors import Conflict, NotFound
+from forge_server.domain.events import Event, Refusal, RunCreated, RunEnded, RunPaused, RunResumed
+from forge_server.domain.ids import new_id
+from forge_server.domain.run import RunSettings, first_change
+from forge_server.domain.states import RunState
+from forge_server.store import tables as t
+from forge_server.store.database import Store
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """A row of ``runs``. ``step`` counts the batches assembled."""
+
+    id: str
+    name: str
+    kind: str
+    state: RunState
+    reason: str
+    settings: RunSettings
+    step: int
+    base_version: int | None
+    created_at: float
+
+    @property
+    def over(self) -> bool:
+        return self.state not in (RunState.ACTIVE, RunState.PAUSED)
+
+
+def run_of(row: Any) -> Run:
+    """The row as a Run. Settings were checked when the run was created."""
+    return Run(
+        id=row.id,
+        name=row.name,
+        kind=row.kind,
+        state=RunState(row.state),
+        reason=row.reason,
+        settings=msgspec.convert(row.settings, RunSettings, strict=False),
+        step=row.step,
+        base_version=row.base_version,
+        created_at=row.created_at,
+    )
+
+
+def read_run(connection: Connection, run_id: str) -> Run | None:
+    row = connection.execute(sa.select(t.runs).where(t.runs.c.id == run_id)).one_or_none()
+    return run_of(row) if row is not None else None
+
+
+def going_runs(connection: Connection) -> list[Run]:
+    """Runs that have not ended, oldest first."""
+    going = (RunState.ACTIVE.value, RunState.PAUSED.value)
+    query = sa.select(t.runs).where(t.runs.c.state.in_(going)).order_by(t.runs.c.created_at, t.runs.c.id)
+    return [run_of(row) for row in connection.execute(query)]
+
+
+class Runs:
+    """``started`` is called with the id of every run that was created or found again and has not ended."""
+
+    def __init__(self, store: Store, events: Events, started: Callable[[str], None]) -> None:
+        self._store, self._events, self._started = store, events, started
+
+    async def create(self, settings: RunSettings) -> str:
+        """Create the run, or find the one of that name; its id.
+
+        Raises Conflict naming the key when the settings differ from those it was created with.
+        """
+        found = await self._by_name(settings.name)
+        if found is None:
+            event = RunCreated(
+                run_id=new_id("ru"),
+                name=settings.name,
+                kind=settings.kind,
+                settings=msgspec.to_builtins(settings),
+            )
+            applied = await self._events.apply(event)
+            if applied.ok:
+                self._started(event.run_id)
+                return event.run_id
+            found = await self._by_name(settings.name)
+            if found is None:
+                raise Conflict(f"the run was not taken ({applied.refusal})", where=settings.name)
+        key = first_change(msgspec.to_builtins(found.settings), settings)
+        if key is not None:
+            raise Conflict(
+                f"the run exists with another value of {key!r}",
+                where=settings.name,
+                mend="restore the value, or give the run a new name",
+            )
+        if not found.over:
+            self._started(found.id)
+        return found.id
+
+    async def pause(self, run_id: str, reason: str) -> None:
+        """Raises NotFound and Conflict (the run has ended)."""
+        await self._apply(run_id, RunPaused(run_id=run_id, reason=reason))
+
+    async def resume(self, run_id: str) -> None:
+        """Raises NotFound and Conflict (the run has ended)."""
+        await self._apply(run_id, RunResumed(run_id=run_id))
+
+    async def cancel(self, run_id: str) -> None:
+        """Raises NotFound and Conflict (the run has ended otherwise)."""
+        await self._apply(run_id, RunEnded(run_id=run_id, state=RunState.CANCELLED))
+
+    async def _apply(self, run_id: str, event: Event) -> None:
+        applied = await self._events.apply(event)
+        if applied.refusal is Refusal.UNKNOWN:
+            raise NotFound(f"there is no run {run_id!r}", mend="`forge-server run list` shows the runs")
+        if not applied.ok:
+            raise Conflict("the run has ended", where=run_id, mend="create a new one")
+
+    async def _by_name(self, name: str) -> Run | None:
+        def read(connection: Connection) -> Run | None:
+            row = connection.execute(sa.select(t.runs).where(t.runs.c.name == name)).one_or_none()
+            return run_of(row) if row is not None else None
+
+        return await self._store.read(read)

@@ -1,0 +1,342 @@
+"""The server's side of the trainer link: sessions, batches, metrics, checkpoints. Every act may be
+repeated.
+
+A session is a fencing token: opening one ends every older one, whose holder gets Conflict from then on
+and exits. The lease only tells the launcher that a trainer is gone; it never lets two trainers in.
+Invariant I8: batch k is one stored body, sent as often as it is asked for.
+"""
+
+import secrets
+import time
+from collections.abc import Callable
+from hashlib import sha256
+from hmac import compare_digest
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import sqlalchemy as sa
+from sqlalchemy import Connection
+
+from forge_server.controller.bell import Bells, listen
+from forge_server.controller.policies import add_exported, versions_in
+from forge_server.controller.ports import Events
+from forge_server.domain import policy
+from forge_server.domain.errors import Conflict, Gone, NotFound, TrainerError
+from forge_server.domain.events import Noted
+from forge_server.domain.run import RunSettings
+from forge_server.domain.states import RunState
+from forge_server.store import tables as t
+from forge_server.store.database import Store
+from forge_server.store.step_metrics import merge_metrics
+
+LONG_POLL_S = 25.0
+
+
+class SessionRequest(msgspec.Struct, frozen=True):
+    """``resume_step`` 0: the trainer starts from the initial weights."""
+
+    world_size: int
+    resume_step: int = 0
+    resume_manifest_sha256: str | None = None
+
+
+class SessionReply(msgspec.Struct, frozen=True):
+    session: str
+    fence: int
+    lease_s: float
+    next_batch: int
+    live_version: int
+    model_path: str
+    checkpoint_dir: str
+    overrides: list[str]
+    total_steps: int
+    export_every: int
+    save_every: int
+    seed: int
+
+
+class Heartbeat(msgspec.Struct, frozen=True):
+    session: str
+    phase: str
+    step: int
+
+
+class HeartbeatReply(msgspec.Struct, frozen=True):
+    """``acked_step``: exports older than this step may be pruned."""
+
+    action: str
+    acked_step: int
+
+
+class MetricsReport(msgspec.Struct, frozen=True):
+    session: str
+    metrics: dict[str, float | None]
+
+
+class CheckpointReport(msgspec.Struct, frozen=True):
+    session: str
+    k: int
+    path: str
+    manifest_sha256: str
+
+
+class CheckpointReply(msgspec.Struct, frozen=True):
+    version: int
+
+
+class BatchBody(msgspec.Struct, frozen=True):
+    body: bytes
+    sha256: str
+
+
+class TrainerLink:
+    """``overrides`` go before the run's own; ``folder`` gives a run's checkpoint folder."""
+
+    def __init__(
+        self,
+        store: Store,
+        events: Events,
+        bells: Bells,
+        folder: Callable[[str], Path],
+        *,
+        overrides: tuple[str, ...] = (),
+        lease_s: float = 60.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._store, self._events, self._bells, self._folder = store, events, bells, folder
+        self._overrides, self._lease_s, self._clock = overrides, lease_s, clock
+
+    async def open_session(self, run_id: str, request: SessionRequest) -> SessionReply:
+        """Fence off every older session. Raises NotFound, Gone (the run has ended), Conflict,
+        TrainerError."""
+        token, now = secrets.token_hex(24), self._clock()
+
+        def write(connection: Connection) -> tuple[int, Any, int, str]:
+            run = _run(connection, run_id)
+            _refuse_ended(run)
+            if request.resume_step > run.step:
+                raise Conflict(
+                    f"the trainer has a checkpoint of step {request.resume_step}, "
+                    f"but the run has assembled {run.step} batches",
+                    where=run_id,
+                    mend="move the checkpoint folder away: it is of another run or database",
+                )
+            settings = _settings(run)
+            versions = versions_in(connection, settings.policy)
+            base = next((v for v in versions if v.version == run.base_version), None)
+            if base is None:
+                raise TrainerError("the run has no initial weights yet", where=run_id, mend="retry")
+            fence = _add_session(
+                connection,
+                run_id,
+                token=token,
+                world_size=request.world_size,
+                resume_step=request.resume_step,
+                phase="start",
+                lease_until=now + self._lease_s,
+                created_at=now,
+            )
+            serving = policy.live(versions)
+            return fence, run, serving.version if serving is not None else -1, base.path
+
+        fence, run, live_version, model_path = await self._store.write(write)
+        self._bells.ring(run_id)
+        settings = _settings(run)
+        return SessionReply(
+            session=token,
+            fence=fence,
+            lease_s=self._lease_s,
+            next_batch=request.resume_step + 1,
+            live_version=live_version,
+            model_path=_weights_folder(model_path),
+            checkpoint_dir=str(self._folder(run_id)),
+            overrides=[*self._overrides, *settings.overrides],
+            total_steps=settings.steps,
+            export_every=settings.export_every,
+            save_every=settings.save_every,
+            seed=settings.seed,
+        )
+
+    async def opened_before(self, run_id: str, at: float) -> bool:
+        """Whether the newest session was opened no later than ``at``, or there is none."""
+        c = t.trainer_sessions.c
+        query = sa.select(sa.func.max(c.created_at)).where(c.run_id == run_id)
+        newest = await self._store.read(lambda connection: connection.execute(query).scalar_one())
+        return newest is None or newest <= at
+
+    async def fence_off(self, run_id: str) -> None:
+        """End every session of the run: its trainer gets Conflict and exits."""
+        now = self._clock()
+
+        def write(connection: Connection) -> None:
+            _add_session(
+                connection,
+                run_id,
+                token=secrets.token_hex(24),  # nobody is told
+                world_size=0,
+                resume_step=0,
+                phase="fenced_off",
+                lease_until=now,
+                created_at=now,
+            )
+
+        await self._store.write(write)
+        self._bells.ring(run_id)
+
+    async def heartbeat(self, run_id: str, beat: Heartbeat) -> HeartbeatReply:
+        """Renew the lease. Raises NotFound and Conflict (fenced off)."""
+
+        def write(connection: Connection) -> HeartbeatReply:
+            run = _run(connection, run_id)
+            self._renew(connection, run_id, beat.session, phase=beat.phase)
+            versions = versions_in(connection, _settings(run).policy)
+            return HeartbeatReply(
+                action="stop" if _ended(run) else "continue",
+                acked_step=policy.acknowledged_step(versions, run_id),
+            )
+
+        return await self._store.write(write)
+
+    async def batch(self, run_id: str, k: int, session: str, wait_s: float = LONG_POLL_S) -> BatchBody | None:
+        """Batch ``k``, or None when it is not there after ``wait_s``.
+
+        Raises NotFound, Conflict (fenced off) and Gone (there will be no such batch).
+        """
+        deadline = self._clock() + wait_s
+        while True:
+            ear = self._bells.ear(run_id)
+            found = await self._store.write(lambda connection: self._take(connection, run_id, k, session))
+            if found is not None:
+                self._bells.ring(run_id)
+                return found
+            left = deadline - self._clock()
+            if left <= 0 or not await listen(ear, left):
+                return None
+
+    def _take(self, connection: Connection, run_id: str, k: int, session: str) -> BatchBody | None:
+        run = _run(connection, run_id)
+        self._renew(connection, run_id, session)
+        _refuse_ended(run)
+        if k > _settings(run).steps:
+            raise Gone(f"the run has {_settings(run).steps} steps", where=run_id)
+        c = t.batches.c
+        row = connection.execute(sa.select(t.batches).where(c.run_id == run_id, c.k == k)).one_or_none()
+        if row is None:
+            return None
+        body = bytes(
+            connection.execute(
+                sa.select(t.batch_bodies.c.body).where(
+                    t.batch_bodies.c.run_id == run_id, t.batch_bodies.c.k == k
+                )
+            ).scalar_one()
+        )
+        if sha256(body).hexdigest() != row.sha256:
+            raise TrainerError(
+                f"batch {k} in the database is damaged",
+                where=run_id,
+                mend="restore it from a backup",
+            )
+        if row.fetched_at is None:
+            connection.execute(
+                sa.update(t.batches)
+                .where(c.run_id == run_id, c.k == k)
+                .values(state="fetched", fetched_at=self._clock())
+            )
+        return BatchBody(body=body, sha256=row.sha256)
+
+    async def metrics(self, run_id: str, k: int, report: MetricsReport) -> None:
+        """Store what the trainer says of step ``k``. Raises NotFound and Conflict (fenced off)."""
+        now = self._clock()
+
+        def write(connection: Connection) -> None:
+            _run(connection, run_id)
+            self._renew(connection, run_id, report.session)
+            merge_metrics(connection, run_id, k, "trainer", report.metrics, now)
+
+        await self._store.write(write)
+
+    async def checkpoint(self, run_id: str, report: CheckpointReport) -> CheckpointReply:
+        """Take checkpoint ``k`` as a new policy version; the same one again is the same version.
+
+        Raises NotFound, Conflict (fenced off, or no such batch), TrainerError.
+        """
+        if not Path(report.path).is_absolute():
+            raise TrainerError("the checkpoint's path is not absolute", where=report.path)
+        now = self._clock()
+        versions: list[int] = []
+
+        def also(connection: Connection) -> None:
+            run = _run(connection, run_id)
+            self._renew(connection, run_id, report.session)
+            if not 1 <= report.k <= run.step:
+                raise Conflict(f"there is no batch {report.k} to have trained on", where=run_id)
+            c = t.batches.c
+            connection.execute(
+                sa.update(t.batches)
+                .where(c.run_id == run_id, c.k <= report.k, c.trained_at.is_(None))
+                .values(state="trained", trained_at=now)
+            )
+            version = add_exported(
+                connection,
+                _settings(run).policy,
+                run_id=run_id,
+                step=report.k,
+                path=report.path,
+                manifest_sha256=report.manifest_sha256,
+                at=now,
+            )
+            versions.append(version)
+
+        note = Noted(kind="checkpoint_reported", run_id=run_id, data={"step": report.k, "path": report.path})
+        await self._events.apply(note, also=also)
+        self._bells.ring(run_id)
+        return CheckpointReply(version=versions[-1])
+
+    def _renew(self, connection: Connection, run_id: str, session: str, phase: str | None = None) -> None:
+        c = t.trainer_sessions.c
+        newest = connection.execute(
+            sa.select(c.fence, c.token).where(c.run_id == run_id).order_by(c.fence.desc()).limit(1)
+        ).one_or_none()
+        if newest is None or not compare_digest(newest.token, session):
+            raise Conflict("a newer trainer session has taken over", where=run_id, mend="exit")
+        values: dict[str, Any] = {"lease_until": self._clock() + self._lease_s}
+        if phase is not None:
+            values["phase"] = phase[:16]
+        connection.execute(
+            sa.update(t.trainer_sessions).where(c.run_id == run_id, c.fence == newest.fence).values(values)
+        )
+
+
+def _add_session(connection: Connection, run_id: str, **values: Any) -> int:
+    c = t.trainer_sessions.c
+    newest = connection.execute(sa.select(sa.func.max(c.fence)).where(c.run_id == run_id)).scalar_one()
+    fence = 1 + (newest or 0)
+    connection.execute(sa.insert(t.trainer_sessions).values(run_id=run_id, fence=fence, **values))
+    return fence
+
+
+def _run(connection: Connection, run_id: str) -> Any:
+    row = connection.execute(sa.select(t.runs).where(t.runs.c.id == run_id)).one_or_none()
+    if row is None or row.kind != "train":
+        raise NotFound(f"there is no training run {run_id!r}", mend="`forge-server run list` shows the runs")
+    return row
+
+
+def _settings(run: Any) -> RunSettings:
+    return msgspec.convert(run.settings, RunSettings, strict=False)
+
+
+def _ended(run: Any) -> bool:
+    return run.state not in (RunState.ACTIVE, RunState.PAUSED)
+
+
+def _refuse_ended(run: Any) -> None:
+    if _ended(run):
+        raise Gone(f"the run is {run.state}", where=run.id)
+
+
+def _weights_folder(path: str) -> str:
+    """The Hugging Face folder of a version: a checkpoint keeps it under ``huggingface``."""
+    inner = Path(path) / "huggingface"
+    return str(inner) if inner.is_dir() else path

@@ -1,0 +1,1 @@
+"""Evaluation rounds: the live policy measured on fixed tasks, never trained on."""
