@@ -1,6 +1,8 @@
-"""Attribution: from the facts of an attempt to its outcome, its kind, and whether it may be trained. Pure.
+"""Attribution: from the facts of an attempt to its outcome, its kind, and whether it may be trained.
+Pure.
 
-Facts come from three sources: the runner's finish, the call log, and the backend. Their order of precedence:
+Facts come from three sources: the runner's finish, the call log, and the backend. Their order of
+precedence:
 
 1. A person's cancel and the death of our own server decide alone.
 2. Facts that the agent cannot have made come next: the pod's node died, the harness never started, the engine
@@ -8,12 +10,13 @@ Facts come from three sources: the runner's finish, the call log, and the backen
 3. Then what the policy did: budgets, clocks, memory. They are policy failures and keep the verifier's reward.
 4. Then the verifier's word, and last the exit of the harness.
 
-Invariant I5: within the agent's reach are its own exit, its calls, the files that the verifier reads and,
-on a weak sandbox, the life of the runner. None of these leads to an infra failure, nor to a task failure,
-without evidence that is independent of the agent. Invariant I4: a valid attempt whose call log has a hole
-is not trained.
+Invariant I5: within the agent's reach are its own exit, its calls, the files that the verifier reads
+and, on a weak sandbox, the life of the runner. None of these leads to an infra failure, nor to a task
+failure, without evidence that is independent of the agent. Invariant I4: a valid attempt whose call log
+has a hole is not trained.
 """
 
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Literal
 
@@ -41,7 +44,7 @@ POLICY_STOPS: frozenset[str] = frozenset(
 CONTEXT_ERROR = "context_length_exceeded"
 """How the error of a call begins that was rejected because its prompt does not fit the window."""
 
-RECORD_ERROR = "record_incomplete"
+RECORD_ERROR = "store"
 """How the error of a call begins whose answer was withheld because it could not be stored."""
 
 
@@ -54,11 +57,14 @@ class NotTrained(StrEnum):
 
 
 class CallFact(msgspec.Struct, frozen=True):
-    """One call of the log, as far as attribution goes. ``end`` is None while no end is recorded."""
+    """One call of the log, as far as attribution goes. ``end`` is None while no end is recorded;
+    ``status`` is what the harness was answered.
+    """
 
     seq: int
     end: CallEnd | None
     error: str = ""
+    status: int | None = None
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,20 +162,27 @@ def _engine_blame(facts: Facts) -> tuple[Outcome, Kind] | None:
     """The last thing that the harness asked for failed for a reason of ours, and nothing was answered
     after it.
 
-    A budget that was used up before comes first: what is asked beyond it is not owed an answer.
+    A budget that was used up before comes first: what is asked beyond it is not owed an answer. Calls
+    that the harness hung up on, or that the sealing cut short, say nothing about the engine.
     """
     if facts.stop_reason in POLICY_STOPS and facts.stop_reason != Kind.AGENT_TIMEOUT:
         return None
-    asked = [call for call in facts.calls if call.end not in (None, CallEnd.CLIENT_GONE)]
-    if not asked:
+    last = _last(
+        call for call in facts.calls if call.end not in (None, CallEnd.CLIENT_GONE) and call.status != 409
+    )
+    if last is None:
         return None
-    last = max(asked, key=lambda call: call.seq)
-    if last.end is CallEnd.UPSTREAM_ERROR:
-        stored = not last.error.startswith(RECORD_ERROR)
-        return Outcome.INFRA_FAILURE, Kind.ENGINE_ERROR if stored else Kind.RECORD_INCOMPLETE
+    if last.error.startswith(RECORD_ERROR):
+        return Outcome.INFRA_FAILURE, Kind.RECORD_INCOMPLETE
     if last.end is CallEnd.SERVER_LOST:
         return Outcome.INFRA_FAILURE, Kind.SERVER_LOST
+    if last.end is CallEnd.UPSTREAM_ERROR or (last.end is CallEnd.REJECTED and (last.status or 0) >= 500):
+        return Outcome.INFRA_FAILURE, Kind.ENGINE_ERROR
     return None
+
+
+def _last(calls: Iterable[CallFact]) -> CallFact | None:
+    return max(calls, key=lambda call: call.seq, default=None)
 
 
 def _policy_blame(facts: Facts) -> tuple[Outcome, Kind] | None:
@@ -177,10 +190,9 @@ def _policy_blame(facts: Facts) -> tuple[Outcome, Kind] | None:
     for reason in reasons:
         if reason in POLICY_STOPS:
             return Outcome.POLICY_FAILURE, Kind(reason)
-    if facts.calls:
-        last = max(facts.calls, key=lambda call: call.seq)
-        if last.end is CallEnd.REJECTED and last.error.startswith(CONTEXT_ERROR):
-            return Outcome.POLICY_FAILURE, Kind.CONTEXT_OVERFLOW
+    last = _last(facts.calls)
+    if last is not None and last.end is CallEnd.REJECTED and last.error.startswith(CONTEXT_ERROR):
+        return Outcome.POLICY_FAILURE, Kind.CONTEXT_OVERFLOW
     return None
 
 

@@ -49,11 +49,11 @@ def reported_reward(connection: sa.Connection, attempt_id: str) -> float | None:
 
 def _call_log(connection: sa.Connection, attempt_id: str) -> tuple[CallFact, ...]:
     query = (
-        sa.select(t.calls.c.seq, t.calls.c.end, t.calls.c.error)
+        sa.select(t.calls.c.seq, t.calls.c.end, t.calls.c.error, t.calls.c.status)
         .where(t.calls.c.attempt_id == attempt_id)
         .order_by(t.calls.c.seq)
     )
     return tuple(
-        CallFact(row.seq, CallEnd(row.end) if row.end is not None else None, row.error or "")
+        CallFact(row.seq, CallEnd(row.end) if row.end is not None else None, row.error or "", row.status)
         for row in connection.execute(query)
     )

@@ -10,7 +10,7 @@ import msgspec
 import sqlalchemy as sa
 
 from forge_server.domain.clock import Interval
-from forge_server.domain.states import AttemptState, CallEnd, Untrainable
+from forge_server.domain.states import AttemptState, CallEnd, Delivery, Untrainable
 from forge_server.lifecycle import deadlines
 from forge_server.store import instance
 from forge_server.store import tables as t
@@ -31,7 +31,13 @@ def settle(connection: sa.Connection, now: float) -> Recovery:
     lost_calls = connection.execute(
         sa.update(t.calls)
         .where(t.calls.c.end.is_(None))
-        .values(end=CallEnd.SERVER_LOST.value, ended_at=now, untrainable=Untrainable.NOT_OK.value)
+        .values(
+            end=CallEnd.SERVER_LOST.value,
+            ended_at=now,
+            error="the server stopped while the call was in flight",
+            delivered=Delivery.NO.value,
+            untrainable=Untrainable.NOT_OK.value,
+        )
     ).rowcount
     live = connection.execute(
         sa.select(t.attempts.c.id, t.attempts.c.backend)
