@@ -99,7 +99,7 @@ def test_damage_is_found_and_named(data: st.DataObject) -> None:
 
 @st.composite
 def histories(draw: st.DrawFn) -> tuple[list[Call], list[int]]:
-    """Calls over two tokens, and an order in which they ended that respects which prompts are made of which."""
+    """Calls over two tokens, and an order in which they ended: each after those its prompt is made of."""
     calls: list[Call] = []
     made_of: dict[int, int] = {}
     for seq in range(draw(st.integers(1, 10))):

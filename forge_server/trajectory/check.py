@@ -5,14 +5,13 @@ It trusts nothing that the recording path computed: prompts are rebuilt and comp
 the samples are compared with the calls token by token, by plain array comparison instead of the forest.
 """
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 
-from forge_server.domain.call import Call
+from forge_server.domain.call import Call, count_fault
 from forge_server.domain.outcome import Outcome, counts_for_training
 from forge_server.domain.states import AttemptState, CallEnd, Delivery, Untrainable
 from forge_server.trajectory.attempt import Cut, Fault, cut
@@ -123,13 +122,10 @@ class _Check:
             self.wrong("I2", f"{call.prompt.size} prompt ids, usage says {checked.prompt_len}", call.id)
         if call.untrainable is not None:
             return
-        if not call.completion.size == call.logprobs.size == checked.completion_len:
-            counts = (
-                f"{call.completion.size} ids, {call.logprobs.size} logprobs, usage {checked.completion_len}"
-            )
-            self.wrong("I2", f"counts disagree: {counts}", call.id)
-        elif not all(math.isfinite(x) and x <= 1e-4 for x in (call.logprobs.min(), call.logprobs.max())):
-            self.wrong("I2", "a logprob is not finite or above 0", call.id)
+        fault = count_fault(call.completion, call.logprobs, checked.completion_len or 0)
+        if fault is not None and fault is not Untrainable.EMPTY:
+            counts = (call.completion.size, call.logprobs.size, checked.completion_len)
+            self.wrong("I2", f"{fault} (ids, logprobs, usage: {counts}), but trainable", call.id)
 
     def samples(self, found: Cut, by_id: dict[int, Call]) -> None:
         """I3: samples hold what the engine saw, and train every delivered trainable token exactly once."""
