@@ -15,13 +15,14 @@ import msgspec
 import sqlalchemy as sa
 import structlog
 
+from forge_server.domain.classify import RECORD_ERROR
 from forge_server.domain.engine import ChatResult, EngineRefused, EngineUnavailable
 from forge_server.domain.errors import StoreError
 from forge_server.domain.ids import CallIds
 from forge_server.domain.outcome import Kind
 from forge_server.domain.states import CallEnd, Delivery
 from forge_server.domain.turn import Turn, as_message, from_message
-from forge_server.proxy import record, sampling, transcript
+from forge_server.proxy import record, rules, sampling, transcript
 from forge_server.proxy.dialects.base import Refusal
 from forge_server.proxy.flights import Answer, Flight
 from forge_server.proxy.hold import Gate
@@ -29,6 +30,7 @@ from forge_server.proxy.ports import BudgetExceeded, Engine, Store, VersionSourc
 from forge_server.proxy.recall import completion_id
 from forge_server.proxy.replay import Marks
 from forge_server.proxy.sessions import Session
+from forge_server.store import messages
 from forge_server.store.tables import call_messages, call_tokens, calls
 
 log = structlog.get_logger(__name__)
@@ -73,7 +75,8 @@ class Calls:
         """
         if session.refusal is not None:
             raise session.refusal
-        digest, keys = session.transcript.identify(turn)
+        turn, label = rules.apply(turn, session.policy.rules)
+        digest, keys = transcript.identify(turn)
         repeated = session.replays.find(digest, marks)
         if repeated is not None:
             repeated.watchers += 1
@@ -88,7 +91,7 @@ class Calls:
             )
         session.calls += 1
         flight = Flight(self._ids.next(), session.take_seq(), dialect, digest, turn, self._clock())
-        flight.watchers = 1
+        flight.label, flight.watchers = label, 1
         session.flights.add(flight)
         session.replays.took_off(flight, marks)
         flight.task = asyncio.create_task(self._fly(session, flight, keys), name=f"call {flight.id}")
@@ -123,7 +126,6 @@ class Calls:
 
     async def _make(self, session: Session, flight: Flight, keys: tuple[bytes, ...]) -> Answer:
         policy = session.policy
-        label = ""
         pinned = sampling.pin(
             flight.turn,
             policy,
@@ -132,8 +134,8 @@ class Calls:
             tokens_left=policy.max_tokens - session.tokens,
         )
         packed, fresh = session.transcript.pack(flight.turn, keys)
-        intent: record.Rows = [(transcript.INTERN, row) for row in fresh]
-        intent.append((calls, record.intent(session.attempt_id, flight, policy, label)))
+        intent: record.Rows = [(messages.INTERN, row) for row in fresh]
+        intent.append((calls, record.intent(session.attempt_id, flight, policy)))
         intent.append((call_messages, {"call_id": flight.id, "request": packed}))
         try:
             await self._store.write_rows(intent)
@@ -142,7 +144,7 @@ class Calls:
                 flight,
                 CallEnd.REJECTED,
                 503,
-                f"store: {error}",
+                f"{RECORD_ERROR}: {error}",
                 at=self._clock(),
                 flags=pinned.flags,
                 held_ms=0.0,
@@ -177,7 +179,7 @@ class Calls:
             session.confirmed(placement.confirmed)
             session.known = result
         reason = record.untrainable(
-            result, policy, label=label, constrained=pinned.constrained, mixed=passage.mixed
+            result, policy, label=flight.label, constrained=pinned.constrained, mixed=passage.mixed
         )
         end_row = record.answered(
             flight,
@@ -191,9 +193,9 @@ class Calls:
             held_ms=passage.held_ms,
         )
         body = msgspec.json.encode(as_message(completion))
-        key = transcript.digest(body)
+        key = messages.digest(body)
         rows: record.Rows = [
-            (transcript.INTERN, transcript.message_row(body, key)),
+            (messages.INTERN, messages.row(body, key)),
             (record.ANSWERED, end_row),
         ]
         if placement is not None:
@@ -204,6 +206,7 @@ class Calls:
             await self._store.write_rows(rows)
         except StoreError as error:
             session.settle(answer, Delivery.NO)
+            rows.append((record.WITHHELD, record.withheld(flight, str(error))))
             self._write_late(flight.id, [], rows)
             raise _unavailable(error) from error
         session.landed(answer)

@@ -48,6 +48,7 @@ class Flight:
         "dialect",
         "digest",
         "id",
+        "label",
         "seq",
         "stopped",
         "task",
@@ -58,6 +59,7 @@ class Flight:
     def __init__(self, id: int, seq: int, dialect: str, digest: bytes, turn: Turn, began_at: float) -> None:
         self.id, self.seq, self.dialect, self.digest = id, seq, dialect, digest
         self.turn, self.began_at = turn, began_at
+        self.label = ""
         self.watchers = 0
         self.stopped: tuple[CallEnd, Refusal] | None = None
         self.task: asyncio.Task[Answer]

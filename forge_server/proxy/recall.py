@@ -9,8 +9,8 @@ import structlog
 from forge_server.domain.call import Call
 from forge_server.domain.states import CallEnd, Delivery
 from forge_server.domain.turn import Completion, from_message
-from forge_server.proxy import transcript
-from forge_server.store.tables import call_messages, call_tokens, calls, messages
+from forge_server.store import messages
+from forge_server.store import tables as t
 from forge_server.trajectory import codec
 
 log = structlog.get_logger(__name__)
@@ -32,15 +32,15 @@ class Past(msgspec.Struct, frozen=True):
 def past_calls(connection: sa.Connection, attempt_id: str) -> Past:
     """Read and rebuild; runs in a reader's thread."""
     query = (
-        sa.select(calls, call_tokens.c.data, call_tokens.c.prompt_digest, messages.c.body)
-        .outerjoin(call_tokens, call_tokens.c.call_id == calls.c.id)
-        .outerjoin(call_messages, call_messages.c.call_id == calls.c.id)
+        sa.select(t.calls, t.call_tokens.c.data, t.call_tokens.c.prompt_digest, t.messages.c.body)
+        .outerjoin(t.call_tokens, t.call_tokens.c.call_id == t.calls.c.id)
+        .outerjoin(t.call_messages, t.call_messages.c.call_id == t.calls.c.id)
         .outerjoin(
-            messages,
-            sa.and_(messages.c.digest == call_messages.c.response, calls.c.delivered != Delivery.YES),
+            t.messages,
+            sa.and_(t.messages.c.digest == t.call_messages.c.response, t.calls.c.delivered != Delivery.YES),
         )
-        .where(calls.c.attempt_id == attempt_id)
-        .order_by(calls.c.seq)
+        .where(t.calls.c.attempt_id == attempt_id)
+        .order_by(t.calls.c.seq)
     )
     rows = connection.execute(query).all()
     own = [row for row in rows if row.retry_of is None]
@@ -71,7 +71,7 @@ def _rebuild(rows: list[Any]) -> tuple[Call, ...]:
 
 def _completion(row: Any) -> Completion:
     return from_message(
-        transcript.unpack_body(row.body),
+        messages.value(row.body),
         id=completion_id(row.id),
         created=int(row.began_at),
         finish_reason=row.finish_reason or "stop",

@@ -8,6 +8,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from forge_server.domain.call import VersionSpan, count_fault
+from forge_server.domain.classify import RECORD_ERROR
 from forge_server.domain.engine import ChatResult
 from forge_server.domain.states import CallEnd, Delivery, Untrainable
 from forge_server.proxy.flights import Flight
@@ -53,12 +54,17 @@ RESPONSE = (
     .where(call_messages.c.call_id == sa.bindparam("b_id"))
     .values(response=sa.bindparam("b_response"))
 )
+WITHHELD = (
+    sa.update(calls)
+    .where(calls.c.id == sa.bindparam("b_id"))
+    .values({name: sa.bindparam("b_" + name) for name in ("status", "error", "delivered", "untrainable")})
+)
 DELIVERED = (
     sa.update(calls).where(calls.c.id == sa.bindparam("b_id")).values(delivered=sa.bindparam("b_delivered"))
 )
 
 
-def intent(attempt_id: str, flight: Flight, policy: CallPolicy, label: str) -> Row:
+def intent(attempt_id: str, flight: Flight, policy: CallPolicy) -> Row:
     """The row of ``calls`` that is durable before the call is forwarded."""
     return {
         "id": flight.id,
@@ -68,7 +74,7 @@ def intent(attempt_id: str, flight: Flight, policy: CallPolicy, label: str) -> R
         "mode": "record",
         "request_digest": flight.digest,
         "began_at": flight.began_at,
-        "label": label,
+        "label": flight.label,
         "forest_key": policy.model[:64],
         "temperature": policy.temperature,
     }
@@ -76,7 +82,7 @@ def intent(attempt_id: str, flight: Flight, policy: CallPolicy, label: str) -> R
 
 def replayed(attempt_id: str, flight: Flight, original: int, policy: CallPolicy, at: float) -> Row:
     """The one row of a request that was given the answer of call ``original``: nothing was sampled for it."""
-    return intent(attempt_id, flight, policy, "") | {
+    return intent(attempt_id, flight, policy) | {
         "retry_of": original,
         "ended_at": at,
         "end": CallEnd.OK,
@@ -134,6 +140,17 @@ def answered(
     }
 
 
+def withheld(flight: Flight, why: str) -> Row:
+    """An answer that was not given because it could not be stored at the time."""
+    return {
+        "b_id": flight.id,
+        "b_status": 503,
+        "b_error": f"{RECORD_ERROR}: {why}"[:2000],
+        "b_delivered": Delivery.NO,
+        "b_untrainable": Untrainable.NOT_DELIVERED,
+    }
+
+
 def tokens(flight: Flight, result: ChatResult, placement: Placement, version: int) -> Row:
     """The row of ``call_tokens``; only for a result with ids. Its delivery stays unknown for the time
     being."""
@@ -188,19 +205,3 @@ def settle_attempt(connection: sa.Connection, attempt_id: str) -> None:
             )
             .values(untrainable=reason)
         )
-
-
-def end_lost_calls(connection: sa.Connection, at: float) -> int:
-    """Give every call that a former server left open its end (I1); returns how many there were."""
-    result = connection.execute(
-        sa.update(calls)
-        .where(calls.c.end.is_(None))
-        .values(
-            ended_at=at,
-            end=CallEnd.SERVER_LOST,
-            error="the server stopped while the call was in flight",
-            delivered=Delivery.NO,
-            untrainable=Untrainable.NOT_OK,
-        )
-    )
-    return int(result.rowcount)

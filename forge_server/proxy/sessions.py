@@ -31,6 +31,7 @@ FLUSH_S = 1.0
 
 _LOOKS = 20  # a last answer's acknowledgements get this many times 50 ms when its attempt is sealed
 _REMEMBERED = 20_000  # sealed attempts whose late calls are refused without asking the database
+_CLOSING = frozenset({"attempt_sealed", "attempt_ended"})
 _CLOSED_STATES = frozenset({AttemptState.SEALED, AttemptState.VERIFYING, AttemptState.ENDED})
 
 Mark = Callable[[int, Delivery], None]
@@ -182,7 +183,7 @@ class Sessions:
         calls are taken is closed.
         """
         attempt_id = row.attempt_id
-        if attempt_id is None or row.data.get("state") not in _CLOSED_STATES or attempt_id in self._sealed:
+        if attempt_id is None or row.kind not in _CLOSING or attempt_id in self._sealed:
             return
         session = self._live.pop(attempt_id, None)
         refusal = session.refusal if session is not None else None
@@ -245,8 +246,3 @@ class Sessions:
                     return
             await asyncio.sleep(pause)
             pause = min(2 * pause, 5.0)
-
-
-async def end_lost_calls(store: Store, at: float) -> int:
-    """At start, before anything is served: calls that the former server left open end as server_lost (I1)."""
-    return await store.write(lambda connection: record.end_lost_calls(connection, at))

@@ -44,8 +44,9 @@ class _Request(msgspec.Struct):
     seed: int | UnsetType | None = UNSET
 
 
-class _Role(msgspec.Struct):
+class _Message(msgspec.Struct):
     role: str
+    content: str | list[dict[str, Raw]] | None = None
 
 
 _SAMPLING = (
@@ -64,7 +65,7 @@ _ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "functio
 
 _decode = msgspec.json.Decoder(_Request).decode
 _decode_keys = msgspec.json.Decoder(dict[str, Raw]).decode
-_decode_role = msgspec.json.Decoder(_Role).decode
+_decode_message = msgspec.json.Decoder(_Message).decode
 _encode = msgspec.json.encode
 
 
@@ -81,7 +82,7 @@ def read(body: bytes) -> Turn:
         raise Refusal(400, "invalid_request", "messages is empty", param="messages")
     for index, message in enumerate(request.messages):
         try:
-            role = _decode_role(message).role
+            role = _decode_message(message).role
         except msgspec.DecodeError as error:
             raise Refusal(400, "invalid_request", f"messages[{index}]: {error}", param="messages") from None
         if role not in _ROLES:
