@@ -13,13 +13,14 @@ import sqlalchemy as sa
 from sqlalchemy import Connection
 
 from forge_server.controller.ports import Events
-from forge_server.controller.recordings import Cut, sample_rows
+from forge_server.controller.recordings import sample_rows
 from forge_server.domain.batches import Drop, Selection
 from forge_server.domain.cohort import Group
 from forge_server.domain.errors import Conflict
 from forge_server.domain.events import BatchAssembled
 from forge_server.store import tables as t
 from forge_server.store.step_metrics import merge_metrics
+from forge_server.trajectory.attempt import Cut
 from forge_server.trajectory.batchfile import BatchRollout, write_batch
 
 

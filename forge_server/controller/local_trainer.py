@@ -22,6 +22,7 @@ from forge_server.domain.errors import TrainerError
 log = structlog.get_logger(__name__)
 
 WORKER = "forge_server.trainer.worker"
+LOG = "trainer.log"
 _PASSED_ON = (
     "PATH",
     "HOME",
@@ -63,7 +64,7 @@ class LocalLauncher:
         record = _read(job.folder)
         if record is not None and record.url == job.url and _alive(record):
             log.info("the trainer is still there: taking it over", run=job.run_id, pid=record.pid)
-            return _LocalTrainer(self, job.run_id, record, None)
+            return _LocalTrainer(self, job, record, None)
         await self.sweep(job.run_id)
         return await self._start(job)
 
@@ -90,7 +91,7 @@ class LocalLauncher:
             "-m",
             WORKER,
         ]
-        with (job.folder / "trainer.log").open("ab") as output:
+        with (job.folder / LOG).open("ab") as output:
             try:
                 process = await asyncio.create_subprocess_exec(
                     *command,
@@ -109,27 +110,30 @@ class LocalLauncher:
                 ) from None
         record = _Record(pid=process.pid, started=processes.start_time(process.pid) or 0, url=job.url)
         _write(job.folder, record)
-        log.info("trainer started", run=job.run_id, pid=record.pid, log=str(job.folder / "trainer.log"))
-        return _LocalTrainer(self, job.run_id, record, process)
+        log.info("trainer started", run=job.run_id, pid=record.pid, log=str(job.folder / LOG))
+        return _LocalTrainer(self, job, record, process)
 
 
 class _LocalTrainer:
     def __init__(
         self,
         launcher: LocalLauncher,
-        run_id: str,
+        job: TrainerJob,
         record: _Record,
         process: asyncio.subprocess.Process | None,
     ) -> None:
-        self._launcher, self._run_id = launcher, run_id
+        self._launcher, self._run_id, self._log = launcher, job.run_id, job.folder / LOG
         self._record, self._process = record, process
 
     async def wait(self) -> str:
         if self._process is not None:
             code = await self._process.wait()
-            return f"exit code {code}" if code >= 0 else f"signal {-code}"
-        await processes.gone(self._record.pid, self._record.started)
-        return "it is gone"
+            ended = f"exit code {code}" if code >= 0 else f"signal {-code}"
+        else:
+            await processes.gone(self._record.pid, self._record.started)
+            ended = "it is gone"
+        said = _last_line(self._log)
+        return f"{ended}; its last words: {said}" if said else ended
 
     async def stop(self) -> None:
         await self._launcher.sweep(self._run_id)
@@ -150,3 +154,15 @@ def _write(folder: Path, record: _Record) -> None:
     fresh = folder / "trainer.json.new"
     fresh.write_bytes(msgspec.json.encode(record))
     fresh.rename(folder / "trainer.json")
+
+
+def _last_line(log_file: Path) -> str:
+    """The last line of the log that is not torchrun's own account of the failure."""
+    try:
+        with log_file.open("rb") as file:
+            file.seek(max(0, log_file.stat().st_size - 16_384))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    said = [line for line in lines if "Error: " in line and "ChildFailedError" not in line]
+    return said[-1].strip()[:300] if said else ""

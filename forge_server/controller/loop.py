@@ -20,7 +20,7 @@ from forge_server.controller.runs import Run, going_runs, read_run
 from forge_server.controller.steps import Steps
 from forge_server.controller.swap import Swapper
 from forge_server.domain.engine import EngineUnavailable
-from forge_server.domain.errors import Conflict, EngineError, ForgeError, StoreError
+from forge_server.domain.errors import CheckpointError, Conflict, EngineError, ForgeError, StoreError
 from forge_server.domain.events import EventRow, RunPaused, RunResumed
 from forge_server.domain.states import RunState
 from forge_server.store.database import Store
@@ -65,8 +65,8 @@ class Controller:
         lifecycle.subscribe(self._hear)
 
     async def start(self) -> None:
-        """Let the engine serve what the rows say and go on with every run that has not ended."""
-        self.engine_restarted()
+        """Finish what the last stop interrupted, and go on with every run that has not ended."""
+        self._restoring = asyncio.create_task(self._restore())
         for run in await self._store.read(going_runs):
             self.follow(run.id)
 
@@ -85,12 +85,6 @@ class Controller:
         task = self._loops.get(run_id)
         if task is None or task.done():
             self._loops[run_id] = asyncio.create_task(self._drive(run_id))
-
-    def engine_restarted(self) -> None:
-        """The engine is new: the live version is loaded again before any run goes on."""
-        self._restored.clear()
-        if self._restoring is None or self._restoring.done():
-            self._restoring = asyncio.create_task(self._restore())
 
     async def activate(self, version: int) -> None:
         """Put a kept version live by hand. Raises NotFound, Conflict, CheckpointError, EngineError."""
@@ -111,8 +105,10 @@ class Controller:
             try:
                 await self._swapper.restore()
                 break
+            except CheckpointError:
+                break  # rejected, and the row says so
             except ForgeError as error:
-                log.warning("the engine does not serve the live policy yet", reason=str(error))
+                log.warning("the interrupted weight update failed, trying again", reason=str(error))
             await asyncio.sleep(wait)
             wait = min(2 * wait, 30.0)
         self._restored.set()

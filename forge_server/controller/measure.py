@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 
-from forge_server.controller.recordings import Cut
 from forge_server.domain.batches import Drop, EndedRollout, Selection
 from forge_server.domain.cohort import Group
 from forge_server.domain.outcome import Outcome
+from forge_server.trajectory.attempt import Cut
 
 PASS_REWARD = 1.0
 _LENGTHS = ((1_000, "1k"), (4_000, "4k"), (16_000, "16k"), (64_000, "64k"))
@@ -29,9 +29,9 @@ def ended_rollouts(group: Group, cuts: Mapping[str, Cut]) -> list[EndedRollout]:
                 group_id=group.id,
                 outcome=Outcome(member.outcome or Outcome.CANCELLED),
                 reward=member.reward,
-                not_trained=member.not_trained or (cut.fault if cut else ""),
+                not_trained=member.not_trained or (cut.fault or "" if cut else ""),
                 trained_tokens=cut.trained_tokens if cut else 0,
-                min_version=cut.min_version if cut else 0,
+                min_version=_min_version(cut) if cut else 0,
             )
         )
     return found
@@ -95,12 +95,12 @@ def reward_figures(rewards: Sequence[float]) -> dict[str, float]:
 
 def _sample_figures(cuts: Sequence[Cut]) -> dict[str, float]:
     samples = [sample for cut in cuts for sample in cut.samples]
-    calls = sum(cut.calls for cut in cuts)
+    calls = sum(len(cut.calls) for cut in cuts)
     trained, total = sum(cut.trained_tokens for cut in cuts), sum(cut.tokens for cut in cuts)
     figures: dict[str, float] = {
         "tokens/trained": trained,
         "tokens/context": total - trained,
-        "tokens/clipped": sum(cut.clipped_tokens for cut in cuts),
+        "tokens/clipped": sum(sum(cut.clipped.values()) for cut in cuts),
         "samples/count": len(samples),
         "calls/count": calls,
     }
@@ -115,7 +115,7 @@ def _sample_figures(cuts: Sequence[Cut]) -> dict[str, float]:
         figures[name] = count
     untrained: Counter[str] = Counter()
     for cut in cuts:
-        untrained.update(cut.untrained)
+        untrained.update(reason.value for reason in cut.untrained.values())
     return figures | {f"untrained/{reason}": count for reason, count in untrained.items()}
 
 
@@ -124,7 +124,7 @@ def _staleness_figures(cuts: Sequence[Cut], live_version: int, max_staleness: in
     short ones."""
     if not cuts:
         return {}
-    ages = [live_version - cut.min_version for cut in cuts]
+    ages = [live_version - _min_version(cut) for cut in cuts]
     over = [cut.trained_tokens for cut, age in zip(cuts, ages, strict=True) if age > max_staleness]
     figures: dict[str, float] = {
         "staleness/mean": fmean(ages),
@@ -145,6 +145,10 @@ def _death_figures(
     if made:
         figures["infra/death_rate"] = lost / made
     return figures | {f"infra/retried_{name}": count for name, count in _by_length(retried).items()}
+
+
+def _min_version(cut: Cut) -> int:
+    return min((sample.min_version for sample in cut.samples), default=0)
 
 
 def _by_length(tokens: Sequence[int]) -> Counter[str]:

@@ -54,6 +54,10 @@ class Policies:
         serving = policy.live(versions)
         self.current = serving.version if serving is not None else NONE_LIVE
 
+    async def serving(self) -> Version | None:
+        """The live version: what an engine that comes up has to serve."""
+        return policy.live(await self.versions())
+
     async def versions(self) -> list[Version]:
         """Every version, oldest first."""
         return await self._store.read(lambda connection: versions_in(connection, self.name))

@@ -30,22 +30,20 @@ class Weights(Protocol):
     async def swap(self, path: Path, version: int, manifest_sha256: str) -> SwapReport:
         """Load the checkpoint and serve it as ``version``.
 
-        Raises CheckpointError when the checkpoint is at fault (what was served before still is), and
-        EngineError or EngineUnavailable when the engine is: then it is unknown what it serves.
+        Raises CheckpointError when the checkpoint is at fault, EngineError or EngineUnavailable when
+        the engine is. Either way what it served before is served again, or nothing is until it has come
+        up anew with that.
         """
-
-    async def version(self) -> int | None:
-        """The version that the engine says it serves; None when it is away or was never told."""
 
 
 class Gate(Protocol):
-    """The proxy's hold on calls."""
+    """The proxy's hold on calls. Each hold needs its release."""
 
     async def hold(self, reason: str) -> None:
         """Let no further call through to the engine."""
 
-    async def drained(self, timeout_s: float) -> bool:
-        """Wait until no call is in flight; False when some still are after ``timeout_s``."""
+    async def drained(self, seconds: float, /) -> bool:
+        """Wait until no call is in flight; False when some still are after so many seconds."""
 
     async def release(self) -> None:
         """Let the held calls go."""

@@ -9,7 +9,6 @@ from forge_server.controller.policies import Policies
 from forge_server.controller.ports import Evaluator, Events
 from forge_server.controller.runs import Run
 from forge_server.domain.events import RunEnded
-from forge_server.domain.outcome import Outcome, counts_for_training
 from forge_server.domain.states import RunState
 from forge_server.store.database import Store
 from forge_server.store.step_metrics import merge_metrics
@@ -50,12 +49,7 @@ class Rounds:
         if any(not group.complete for group in groups):
             return False
         if groups:
-            rewards = [
-                member.reward
-                for group in groups
-                for member in group.members
-                if counts_for_training(Outcome(member.outcome or "")) and member.reward is not None
-            ]
+            rewards = [m.reward or 0.0 for group in groups for m in group.members if m.valid]
             now = self._clock()
             figures = reward_figures(rewards)
             await self._store.write(lambda c: merge_metrics(c, run.id, step, "controller", figures, now))

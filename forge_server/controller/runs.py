@@ -8,7 +8,7 @@ import sqlalchemy as sa
 from sqlalchemy import Connection
 
 from forge_server.controller.ports import Events
-from forge_server.domain.errors import Conflict, NotFound
+from forge_server.domain.errors import ConfigError, Conflict, NotFound
 from forge_server.domain.events import Event, Refusal, RunCreated, RunEnded, RunPaused, RunResumed
 from forge_server.domain.ids import new_id
 from forge_server.domain.run import RunSettings, first_change
@@ -63,16 +63,25 @@ def going_runs(connection: Connection) -> list[Run]:
 
 
 class Runs:
-    """``started`` is called with the id of every run that was created or found again and has not ended."""
+    """Runs of the one policy ``policy``. ``started`` is called with the id of every run that was created, or
+    found again and has not ended.
+    """
 
-    def __init__(self, store: Store, events: Events, started: Callable[[str], None]) -> None:
-        self._store, self._events, self._started = store, events, started
+    def __init__(self, store: Store, events: Events, policy: str, started: Callable[[str], None]) -> None:
+        self._store, self._events, self._policy, self._started = store, events, policy, started
 
     async def create(self, settings: RunSettings) -> str:
         """Create the run, or find the one of that name; its id.
 
-        Raises Conflict naming the key when the settings differ from those it was created with.
+        Raises Conflict naming the key when the settings differ from those it was created with, ConfigError
+        when they ask for another policy than the engine serves.
         """
+        if settings.policy != self._policy:
+            raise ConfigError(
+                f"the engine serves policy {self._policy!r}, not {settings.policy!r}",
+                where=f"run {settings.name}",
+                mend="mend policy",
+            )
         found = await self._by_name(settings.name)
         if found is None:
             event = RunCreated(

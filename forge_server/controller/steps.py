@@ -22,7 +22,7 @@ from forge_server.controller.cohort import Cohorts
 from forge_server.controller.measure import ended_rollouts, step_figures
 from forge_server.controller.policies import Policies
 from forge_server.controller.ports import Evaluator, Events
-from forge_server.controller.recordings import Cut, cut_attempt
+from forge_server.controller.recordings import cut_attempt
 from forge_server.controller.runs import Run
 from forge_server.controller.swap import Swapper
 from forge_server.controller.trainer_link import TrainerLink
@@ -36,6 +36,7 @@ from forge_server.domain.states import PolicyState, RunState
 from forge_server.store import tables as t
 from forge_server.store.database import Store
 from forge_server.store.step_metrics import merge_metrics
+from forge_server.trajectory.attempt import Cut
 
 log = structlog.get_logger(__name__)
 
@@ -133,7 +134,7 @@ class Steps:
         now = self._clock()
         figures = {
             "seconds/swap": report.total_s,
-            "seconds/held": self._swapper.seconds.get(head.version, report.total_s),
+            "seconds/held": self._swapper.held_s.get(head.version, report.total_s),
             "swap/probe_max_gap": report.probe_max_gap,
         }
         step = head.step

@@ -1,10 +1,9 @@
 """Puts a policy version behind the proxy: hold, drain, load, live, release.
 
-Invariant I9: no call is answered while it is unknown what the engine serves. The row says ``loading``
-before the first call is held and ``live`` only after the engine has passed its probe; the gate is
-released after that, or after the engine refused the checkpoint and still serves the old version. When
-the engine itself fails, the row stays ``loading`` and the gate stays shut: the same load is tried again
-until it succeeds.
+Invariant I9: no call is answered while weights change. The row says ``loading`` before the first call
+is held, and ``live`` before the gate opens again. A checkpoint at fault is rejected; when the engine
+fails, the version goes back to where it came from. In both cases the old version serves on. A kill in
+between leaves ``loading``: the swap is done again.
 """
 
 import asyncio
@@ -20,7 +19,7 @@ from forge_server.controller.policies import Policies
 from forge_server.controller.ports import Events, Gate, Weights
 from forge_server.domain import policy
 from forge_server.domain.engine import SwapReport
-from forge_server.domain.errors import CheckpointError
+from forge_server.domain.errors import CheckpointError, ForgeError
 from forge_server.domain.events import HoldBegan, HoldEnded
 from forge_server.domain.policy import Version
 from forge_server.domain.states import PolicyState
@@ -46,14 +45,14 @@ class Swapper:
         self._policies, self._events, self._weights, self._gate = policies, events, weights, gate
         self._drain_s, self._clock = drain_s, clock
         self._lock = asyncio.Lock()
-        self.seconds: dict[int, float] = {}
-        """How long the calls were held for each version that was loaded by this process."""
+        self.held_s: dict[int, float] = {}
+        """How long calls were held for each version that this process has loaded."""
 
     async def load(self, version: int) -> SwapReport | None:
         """Make ``version`` live; None when it already is.
 
-        Raises CheckpointError after the version was rejected (the old one serves), EngineError or
-        EngineUnavailable when the engine failed (nothing serves; call again).
+        Raises CheckpointError (the version was rejected), EngineError or EngineUnavailable (try again);
+        the old version serves on.
         """
         async with self._lock:
             row = await self._policies.get(version)
@@ -62,64 +61,54 @@ class Swapper:
             return await self._load(row)
 
     async def restore(self) -> None:
-        """After a restart of this process or of the engine: let the engine serve what the rows say.
-
-        Raises as ``load`` does.
-        """
+        """After a start: do the swap again that the last stop interrupted. Raises as ``load`` does."""
         async with self._lock:
-            row = policy.to_load(await self._policies.versions(), await self._weights.version())
-            if row is None:
-                return
-            log.info("restoring the policy", policy=row.name, version=row.version, state=row.state)
-            if row.state is PolicyState.LIVE:
-                await self._serve(row)
-                await self._release()
-            else:
+            row = policy.interrupted(await self._policies.versions())
+            if row is not None:
+                log.info("doing an interrupted weight update again", policy=row.name, version=row.version)
                 await self._load(row)
 
     async def _load(self, row: Version) -> SwapReport:
-        interrupted = row.state is PolicyState.LOADING
-        began = self._clock()
         try:
             if row.run_id is not None and row.step is not None:
                 identify(Path(row.path), row.manifest_sha256, row.run_id, row.step)
-            if not interrupted:
-                row = await self._policies.move(row, PolicyState.LOADING)
-            began = self._clock()
-            report = await self._serve(row)
         except CheckpointError as error:
-            await self._refuse(row, error, reload=interrupted)
+            await self._refuse(row, error)
+            raise
+        if row.state is not PolicyState.LOADING:
+            row = await self._policies.move(row, PolicyState.LOADING)
+        began = self._clock()
+        await self._hold()
+        try:
+            report = await self._weights.swap(Path(row.path), row.version, row.manifest_sha256)
+        except CheckpointError as error:
+            await self._refuse(row, error)
+            await self._release()
+            raise
+        except ForgeError as error:
+            back = PolicyState.EXPORTED if row.live_at is None else PolicyState.RETIRED
+            await self._policies.move(row, back, str(error))
+            await self._release()
             raise
         await self._policies.move(row, PolicyState.LIVE)
         await self._release()
-        self.seconds[row.version] = self._clock() - began
+        self.held_s[row.version] = self._clock() - began
         return report
 
-    async def _serve(self, row: Version) -> SwapReport:
-        """Hold, drain, swap. The gate is left shut."""
+    async def _hold(self) -> None:
         await self._events.apply(HoldBegan(reason=HOLD_REASON))
         await self._gate.hold(HOLD_REASON)
         if not await self._gate.drained(self._drain_s):
-            log.warning("calls still in flight are aborted by the weight update", version=row.version)
-        return await self._weights.swap(Path(row.path), row.version, row.manifest_sha256)
+            log.warning("calls still in flight are aborted by the weight update")
 
     async def _release(self) -> None:
         await self._gate.release()
         await self._events.apply(HoldEnded(reason=HOLD_REASON))
 
-    async def _refuse(self, row: Version, error: CheckpointError, *, reload: bool) -> None:
-        """The checkpoint is at fault. The live version serves on.
-
-        With ``reload`` it is loaded again first: an interrupted swap may have left anything in the
-        engine.
-        """
+    async def _refuse(self, row: Version, error: CheckpointError) -> None:
+        """The checkpoint is at fault. One that was live before stays what it was."""
         log.error("checkpoint refused", policy=row.name, version=row.version, reason=str(error))
-        if row.state is PolicyState.EXPORTED:
+        if row.live_at is None:
             await self._policies.move(row, PolicyState.REJECTED, str(error))
         elif row.state is PolicyState.LOADING:
-            serving = policy.live(await self._policies.versions())
-            if reload and serving is not None:
-                await self._serve(serving)
-            to = PolicyState.REJECTED if row.live_at is None else PolicyState.RETIRED
-            await self._policies.move(row, to, str(error))
-            await self._release()
+            await self._policies.move(row, PolicyState.RETIRED, str(error))

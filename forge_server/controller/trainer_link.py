@@ -34,7 +34,7 @@ LONG_POLL_S = 25.0
 
 
 class SessionRequest(msgspec.Struct, frozen=True):
-    """``resume_step`` 0: the trainer starts from the initial weights."""
+    """``resume_step``: the newest step that the trainer has on disk; 0: none."""
 
     world_size: int
     resume_step: int = 0
@@ -42,6 +42,10 @@ class SessionRequest(msgspec.Struct, frozen=True):
 
 
 class SessionReply(msgspec.Struct, frozen=True):
+    """``next_batch`` may be less than what follows ``resume_step``: the trainer goes back to where the
+    run stands, or before a checkpoint that was rejected.
+    """
+
     session: str
     fence: int
     lease_s: float
@@ -112,16 +116,9 @@ class TrainerLink:
         TrainerError."""
         token, now = secrets.token_hex(24), self._clock()
 
-        def write(connection: Connection) -> tuple[int, Any, int, str]:
+        def write(connection: Connection) -> tuple[int, Any, int, str, int]:
             run = _run(connection, run_id)
             _refuse_ended(run)
-            if request.resume_step > run.step:
-                raise Conflict(
-                    f"the trainer has a checkpoint of step {request.resume_step}, "
-                    f"but the run has assembled {run.step} batches",
-                    where=run_id,
-                    mend="move the checkpoint folder away: it is of another run or database",
-                )
             settings = _settings(run)
             versions = versions_in(connection, settings.policy)
             base = next((v for v in versions if v.version == run.base_version), None)
@@ -138,16 +135,18 @@ class TrainerLink:
                 created_at=now,
             )
             serving = policy.live(versions)
-            return fence, run, serving.version if serving is not None else -1, base.path
+            live_version = serving.version if serving is not None else -1
+            resume = policy.resume_step(versions, run_id, min(request.resume_step, run.step))
+            return fence, run, live_version, base.path, resume
 
-        fence, run, live_version, model_path = await self._store.write(write)
+        fence, run, live_version, model_path, resume = await self._store.write(write)
         self._bells.ring(run_id)
         settings = _settings(run)
         return SessionReply(
             session=token,
             fence=fence,
             lease_s=self._lease_s,
-            next_batch=request.resume_step + 1,
+            next_batch=resume + 1,
             live_version=live_version,
             model_path=_weights_folder(model_path),
             checkpoint_dir=str(self._folder(run_id)),

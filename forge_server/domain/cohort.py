@@ -1,9 +1,12 @@
 """Groups and their rollouts as the controller and the evaluation see them, and how new ones are made."""
 
+import math
+
 import msgspec
 
 from forge_server.domain.events import GroupCreated, RolloutCreated
 from forge_server.domain.ids import new_id
+from forge_server.domain.outcome import Outcome, counts_for_training
 from forge_server.domain.run import Mode, RunSettings
 
 
@@ -20,6 +23,16 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     not_trained: str
     created_at: float
     ended_at: float | None
+
+    @property
+    def valid(self) -> bool:
+        """Whether its reward counts: see ``domain.batches``."""
+        return (
+            self.outcome is not None
+            and counts_for_training(Outcome(self.outcome))
+            and self.reward is not None
+            and math.isfinite(self.reward)
+        )
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,13 +1,13 @@
 """Policy versions: their states, their numbers, and what the engine should serve.
 
 The ``policies`` rows are the authority: a row is written before the act that it announces, and after a
-restart the rows alone say what has to be done. A version number is never reused, not even for a checkpoint of
-the same step that a replayed trainer reports again with other bytes.
+restart the rows alone say what has to be done. A version number is never reused, not even for a
+checkpoint of the same step that a replayed trainer reports again with other bytes.
 
     exported -> loading -> live -> retired -> loading   (activated again)
         |          |
         v          v
-     rejected   rejected, or back to retired if it was live before
+     rejected   rejected; or back to where it came from, when the engine and not the checkpoint failed
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,7 +19,9 @@ from forge_server.domain.states import PolicyState
 
 POLICY_STEPS: dict[PolicyState, frozenset[PolicyState]] = {
     PolicyState.EXPORTED: frozenset({PolicyState.LOADING, PolicyState.REJECTED}),
-    PolicyState.LOADING: frozenset({PolicyState.LIVE, PolicyState.REJECTED, PolicyState.RETIRED}),
+    PolicyState.LOADING: frozenset(
+        {PolicyState.LIVE, PolicyState.REJECTED, PolicyState.EXPORTED, PolicyState.RETIRED}
+    ),
     PolicyState.LIVE: frozenset({PolicyState.RETIRED}),
     PolicyState.RETIRED: frozenset({PolicyState.LOADING}),
     PolicyState.REJECTED: frozenset(),
@@ -67,10 +69,11 @@ def live(versions: Sequence[Version]) -> Version | None:
 
 
 def head(versions: Sequence[Version], run_id: str, base: int | None) -> Version | None:
-    """The version that the run goes on from: its newest that was not rejected, else the one it started from.
+    """The version that the run goes on from: its newest that was not rejected, else the one it started
+    from.
 
-    "Newest" is by step and then by number, so that a replay of an older step never takes its place, while a
-    replay of the newest step, which has a higher number, does.
+    "Newest" is by step and then by number, so that a replay of an older step never takes its place,
+    while a replay of the newest step, which has a higher number, does.
     """
     usable = [v for v in versions if v.state is not PolicyState.REJECTED]
     own = [v for v in usable if v.run_id == run_id and v.step is not None]
@@ -84,14 +87,22 @@ def acknowledged_step(versions: Sequence[Version], run_id: str) -> int:
     return max((v.step or 0 for v in versions if v.run_id == run_id and v.served), default=0)
 
 
-def to_load(versions: Sequence[Version], engine_version: int | None) -> Version | None:
-    """What an engine that serves ``engine_version`` (None: unknown) must load after a restart, or None.
-
-    An interrupted swap is redone whatever the engine says: only the swap's own end, which wrote ``live``,
-    tells that validation and probe have passed.
+def resume_step(versions: Sequence[Version], run_id: str, at_most: int) -> int:
+    """The newest step, ``at_most`` that, from which the run's trainer may go on: one whose checkpoint
+    was not rejected. 0: the weights the run started from.
     """
-    interrupted = [v for v in versions if v.state is PolicyState.LOADING]
-    if interrupted:
-        return max(interrupted, key=lambda v: v.version)
-    serving = live(versions)
-    return serving if serving is not None and serving.version != engine_version else None
+    states: dict[int, set[PolicyState]] = {}
+    for v in versions:
+        if v.run_id == run_id and v.step is not None:
+            states.setdefault(v.step, set()).add(v.state)
+    bad = {step for step, found in states.items() if found == {PolicyState.REJECTED}}
+    return next((step for step in range(at_most, 0, -1) if step not in bad), 0)
+
+
+def interrupted(versions: Sequence[Version]) -> Version | None:
+    """The version whose swap a restart interrupted: it is done again.
+
+    Whatever the engine says: only the end of the swap, which writes ``live``, tells that the probe has
+    passed.
+    """
+    return next((v for v in versions if v.state is PolicyState.LOADING), None)

@@ -12,7 +12,6 @@ import sqlalchemy as sa
 from sqlalchemy import Connection
 
 from forge_server.domain.cohort import Group
-from forge_server.domain.outcome import Outcome, counts_for_training
 from forge_server.domain.run import Mode, RunSettings
 from forge_server.evaluation.stats import round_figures
 from forge_server.store import tables as t
@@ -83,11 +82,7 @@ def _stored(connection: Connection, run_id: str, step: int) -> bool:
 
 
 def _valid_rewards(group: Group) -> list[float]:
-    return [
-        member.reward
-        for member in group.members
-        if member.reward is not None and counts_for_training(Outcome(member.outcome or Outcome.CANCELLED))
-    ]
+    return [member.reward or 0.0 for member in group.members if member.valid]
 
 
 def _lost(groups: list[Group]) -> dict[str, float]:
@@ -95,7 +90,7 @@ def _lost(groups: list[Group]) -> dict[str, float]:
     counts: dict[str, float] = {}
     for group in groups:
         for member in group.members:
-            if not counts_for_training(Outcome(member.outcome or Outcome.CANCELLED)):
+            if not member.valid:
                 name = f"rollouts/{member.outcome}"
                 counts[name] = counts.get(name, 0) + 1
     return counts
