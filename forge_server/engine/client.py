@@ -97,6 +97,10 @@ class EngineClient:
                 ) as response:
                     seen.answered = True
                     return response.status, await response.read()
+            except aiohttp.ConnectionTimeoutError:
+                raise self._away(f"no connection within {_CONNECT_S:g} s", False) from None
+            except TimeoutError:  # also aiohttp's own, a ClientError too
+                raise self._away(f"no answer within {timeout_s:g} s", True) from None
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
                 if seen.reused and not seen.answered and not retried:
                     retried = True
@@ -105,8 +109,6 @@ class EngineClient:
                 raise self._away(str(error) or "it closed the connection", sent) from None
             except aiohttp.ClientError as error:
                 raise self._away(str(error) or type(error).__name__, True) from None
-            except TimeoutError:
-                raise self._away(f"no answer within {timeout_s:g} s", True) from None
 
     def _away(self, why: str, sent: bool) -> EngineUnavailable:
         return EngineUnavailable(

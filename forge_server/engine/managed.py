@@ -57,7 +57,7 @@ def command(spec: ManagedSpec, model: Path, port: int) -> list[str]:
     line += ["--max-model-len", str(spec.max_model_len), "--max-num-seqs", str(spec.max_num_seqs)]
     # logprobs of the distribution that was sampled, untouched by the model's own sampling defaults
     line += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
-    line += ["--worker-extension-cls", EXTENSION]
+    line += ["--worker-extension-cls", EXTENSION, "--disable-uvicorn-access-log"]
     if spec.cpu:
         line += ["--enforce-eager"]
     if spec.tool_call_parser:

@@ -125,6 +125,11 @@ class EnginePool:
         """The preflight of the first ready replica. Raises EngineUnavailable."""
         return await preflight(self._first())
 
+    @property
+    def current(self) -> int:
+        """The version that every ready replica serves; changes at the end of a swap."""
+        return self._policy.version
+
     async def version(self) -> int | None:
         """The version that the replicas say they serve; None when none is up, or they do not agree."""
         labels = {await EngineControl(client).label() for client in self._clients()}
