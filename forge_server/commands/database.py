@@ -1,7 +1,7 @@
 """``forge-server db …``"""
 
 from forge_server import settings as config_tree
-from forge_server.store import database as store
+from forge_server.store import schema
 
 
 def _url(config: str | None) -> str:
@@ -13,15 +13,15 @@ def _url(config: str | None) -> str:
 
 def upgrade(config: str | None) -> None:
     url = _url(config)
-    store.upgrade(url)
-    print(f"schema is at {store.current(url)}")
+    schema.upgrade(url)
+    print(f"schema is at {schema.current(url)}")
 
 
 def current(config: str | None) -> None:
-    print(store.current(_url(config)) or "no schema yet: run `forge-server db upgrade`")
+    print(schema.current(_url(config)) or "no schema yet: run `forge-server db upgrade`")
 
 
 def downgrade(revision: str, config: str | None) -> None:
     url = _url(config)
-    store.downgrade(url, revision)
-    print(f"schema is at {store.current(url) or 'nothing'}")
+    schema.downgrade(url, revision)
+    print(f"schema is at {schema.current(url) or 'nothing'}")
