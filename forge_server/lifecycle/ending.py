@@ -59,6 +59,7 @@ def end_attempt(
         not_trained=not_trained,
         backend=attempt.backend,
         number=attempt.number,
+        finished=facts.finish is not None,
     )
     if retry:
         _pend(change, rollout, "retry", change.now)
