@@ -1,0 +1,144 @@
+"""Reads a task from a Harbor-format folder.
+
+    instruction.md          what the agent is told
+    task.toml               limits: [agent] timeout_sec, [verifier] timeout_sec, [environment] memory_mb
+    environment/            the files an attempt starts with; WORKDIR of the Dockerfile is the work folder
+    tests/test.sh, …        the verifier; writes /logs/verifier/reward.txt or reward.json
+    solution/solve.sh, …    optional: the gold solution
+
+Keys that only concern Harbor itself are ignored, as Harbor does; a key that would change how an attempt is
+run or scored and that we cannot honour is an error. ``[metadata]`` may carry our own ``split`` and
+``min_reward``.
+"""
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from forge_server.domain.errors import TaskError
+from forge_server.harness.plan import WORKDIR, TaskFile
+from forge_server.tasks.task import Task, check
+
+_IMAGE_FILES = frozenset({"Dockerfile", ".dockerignore", "docker-compose.yaml", "docker-compose.yml"})
+_JUNK = frozenset({"__pycache__", ".DS_Store", ".git"})
+_WORKDIR = re.compile(r"^\s*WORKDIR\s+[\"']?(/[^\s\"']*)", re.IGNORECASE | re.MULTILINE)
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])(?:i?B)?", re.IGNORECASE)
+_MIB = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024}
+
+
+def is_task(folder: Path) -> bool:
+    """Whether ``folder`` looks like a task, complete or not."""
+    return (folder / "task.toml").is_file() or (folder / "instruction.md").is_file()
+
+
+def read_folder(folder: Path) -> Task:
+    """The task in ``folder``, named after it. Raises TaskError with the path and the mend."""
+    where = str(folder)
+    settings = _settings(folder / "task.toml")
+    _refuse(settings, where)
+    environment = settings.get("environment", {})
+    metadata = settings.get("metadata", {})
+    image = folder / "environment" / "Dockerfile"
+    places = _WORKDIR.findall(_text(image)) if image.is_file() else []
+    split = metadata.get("split")
+    if split is not None and not isinstance(split, str):
+        raise TaskError(f"metadata.split is {split!r}", where=where, mend='write a word, such as "test"')
+    task = Task(
+        name=folder.resolve().name,
+        instruction=_text(folder / "instruction.md") if (folder / "instruction.md").is_file() else "",
+        files=tuple(f for f in _files(folder / "environment") if f.path not in _IMAGE_FILES),
+        tests=_files(folder / "tests"),
+        gold=_files(folder / "solution"),
+        definition=settings,
+        split=split,
+        path=str(folder.resolve()),
+        workdir=places[-1] if places else WORKDIR,
+        agent_s=_number(settings, "agent", "timeout_sec", where),
+        verify_s=_number(settings, "verifier", "timeout_sec", where),
+        memory_mb=_memory(environment, where),
+        min_reward=_number(settings, "metadata", "min_reward", where, positive=False) or 0.0,
+    )
+    return check(task, where)
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        settings = tomllib.loads(_text(file))
+    except tomllib.TOMLDecodeError as error:
+        raise TaskError(f"not TOML ({error})", where=str(file), mend="mend the syntax") from None
+    for name in ("agent", "verifier", "environment", "metadata"):
+        if not isinstance(settings.get(name, {}), dict):
+            raise TaskError(f"{name} is not a table", where=str(file), mend=f"write [{name}] and its keys")
+    return settings
+
+
+def _refuse(settings: dict[str, Any], where: str) -> None:
+    verifier = settings.get("verifier", {})
+    if settings.get("steps"):
+        raise TaskError("it has several steps", where=where, mend="make each step a task of its own")
+    if verifier.get("env"):
+        raise TaskError(
+            "its verifier wants environment variables",
+            where=where,
+            mend="verifiers run without network and secrets: set the values in tests/test.sh",
+        )
+    if verifier.get("environment_mode", "shared") != "shared":
+        raise TaskError(
+            "its verifier wants a container of its own",
+            where=where,
+            mend="only verifiers that run over the agent's work folder are supported",
+        )
+
+
+def _number(
+    settings: dict[str, Any], table: str, key: str, where: str, *, positive: bool = True
+) -> float | None:
+    value = settings.get(table, {}).get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or (positive and value <= 0):
+        kind = "a number above 0" if positive else "a number"
+        raise TaskError(f"{table}.{key} is {value!r}", where=where, mend=f"write {kind}")
+    return float(value)
+
+
+def _memory(environment: dict[str, Any], where: str) -> int | None:
+    """``memory_mb``, or the older spelling ``memory = "2G"``."""
+    if "memory" in environment and "memory_mb" not in environment:
+        match = _SIZE.fullmatch(str(environment["memory"]))
+        if match is None:
+            raise TaskError(
+                f"environment.memory is {environment['memory']!r}", where=where, mend="write memory_mb = 2048"
+            )
+        return int(float(match[1]) * _MIB[match[2].upper()])
+    value = _number({"environment": environment}, "environment", "memory_mb", where)
+    return None if value is None else int(value)
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TaskError(f"cannot be read ({error})", where=str(file), mend="make it readable UTF-8") from None
+
+
+def _files(root: Path) -> tuple[TaskFile, ...]:
+    """Every file below ``root``, in order; empty when there is no such folder. Modes are 0755 or 0644."""
+    found = []
+    for file in sorted(root.rglob("*")) if root.is_dir() else ():
+        relative = file.relative_to(root)
+        if _JUNK.intersection(relative.parts) or file.suffix == ".pyc":
+            continue
+        if file.is_symlink():
+            raise TaskError("it is a link", where=str(file), mend="put the file itself there")
+        if not file.is_file():
+            continue
+        try:
+            content, executable = file.read_bytes(), bool(file.stat().st_mode & 0o111)
+        except OSError as error:
+            raise TaskError(f"cannot be read ({error})", where=str(file), mend="make it readable") from None
+        found.append(TaskFile(path=relative.as_posix(), content=content, mode=0o755 if executable else 0o644))
+    return tuple(found)

@@ -1,0 +1,130 @@
+"""A task: an instruction, the files an attempt starts with, and the verifier that scores what it leaves.
+
+Harbor folders and JSONL lines both become this one value. It is pure data; ``digest`` covers everything that
+can move a reward, so equal digests mean the same task wherever it came from.
+"""
+
+import base64
+import hashlib
+import io
+import tarfile
+from typing import Any
+
+import msgspec
+
+from forge_server.domain.errors import TaskError
+from forge_server.harness.plan import WORKDIR, TaskFile, TaskInput
+
+TEST = "test.sh"
+SOLVE = "solve.sh"
+MAX_BYTES = 32 << 20
+"""Files of a task, all together: they travel with every attempt."""
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """``files`` lie in ``workdir`` when the harness starts. ``tests`` (with ``test.sh``) are seen by the
+    verifier only, ``gold`` (with ``solve.sh``, empty when there is none) by `task validate` only.
+
+    ``agent_s`` and ``verify_s`` are seconds, ``memory_mb`` MiB; None: the task states no limit. ``path`` is
+    the Harbor folder, None for a line; ``definition`` is the line, or the parsed ``task.toml``.
+    """
+
+    name: str
+    instruction: str
+    files: tuple[TaskFile, ...]
+    tests: tuple[TaskFile, ...]
+    gold: tuple[TaskFile, ...]
+    definition: dict[str, Any]
+    split: str | None = None
+    path: str | None = None
+    workdir: str = WORKDIR
+    agent_s: float | None = None
+    verify_s: float | None = None
+    memory_mb: int | None = None
+    min_reward: float = 0.0
+
+    @property
+    def digest(self) -> str:
+        """sha256 over everything in the task; its place on disk and its split do not count."""
+        content = {
+            "name": self.name,
+            "instruction": self.instruction,
+            "workdir": self.workdir,
+            "limits": [self.agent_s, self.verify_s, self.memory_mb, self.min_reward],
+            **{kind: _listing(getattr(self, kind)) for kind in ("files", "tests", "gold")},
+        }
+        return hashlib.sha256(msgspec.json.encode(content, order="sorted")).hexdigest()
+
+    @property
+    def input(self) -> TaskInput:
+        """What the plan of an attempt needs to know."""
+        return TaskInput(
+            instruction=self.instruction,
+            files=self.files,
+            workdir=self.workdir,
+            agent_s=self.agent_s,
+            verify_s=self.verify_s,
+            memory_mb=self.memory_mb,
+        )
+
+    @property
+    def verifier_tar(self) -> bytes:
+        """The verifier's files as a tar; equal tasks give equal bytes."""
+        return archive(self.tests)
+
+    @property
+    def gold_script(self) -> str | None:
+        """A shell script that takes the agent's place and solves the task; None when there is no gold.
+
+        It unpacks the solution at ``/solution``, where Harbor has it, if there is such a folder, else into a
+        temporary one, and runs it in the work folder.
+        """
+        if not self.gold:
+            return None
+        packed = base64.encodebytes(archive(self.gold)).decode()
+        return (
+            "set -e\n"
+            "place=/solution\n"
+            '[ -w "$place" ] || place=$(mktemp -d)\n'
+            f"base64 -d <<'PACKED' | tar -x -C \"$place\"\n{packed}PACKED\n"
+            f'exec bash "$place/{SOLVE}" </dev/null\n'
+        )
+
+
+def archive(files: tuple[TaskFile, ...]) -> bytes:
+    """A tar of ``files``, without owners and times."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.GNU_FORMAT) as tar:
+        for file in sorted(files, key=lambda file: file.path):
+            info = tarfile.TarInfo(file.path)
+            info.size, info.mode = len(file.content), file.mode
+            tar.addfile(info, io.BytesIO(file.content))
+    return out.getvalue()
+
+
+def check(task: Task, where: str) -> Task:
+    """Return ``task``, or raise TaskError if something in it cannot work."""
+    if not task.name or "\n" in task.name or len(task.name) > 128:
+        raise TaskError("its name is empty or longer than 128 characters", where=where, mend="name it")
+    if not task.instruction.strip():
+        raise TaskError("its instruction is empty", where=where, mend="say what is to be done")
+    if not any(file.path == TEST for file in task.tests):
+        raise TaskError(
+            f"it has no tests/{TEST}",
+            where=where,
+            mend="add one that writes a number to /logs/verifier/reward.txt",
+        )
+    if task.gold and not any(file.path == SOLVE for file in task.gold):
+        raise TaskError(f"its solution has no {SOLVE}", where=where, mend="add it, or remove the solution")
+    size = sum(len(file.content) for file in (*task.files, *task.tests, *task.gold))
+    if size > MAX_BYTES:
+        raise TaskError(
+            f"its files are {size >> 20} MiB, more than {MAX_BYTES >> 20} MiB",
+            where=where,
+            mend="fetch what is large from inside the attempt, or bake it into the image",
+        )
+    return task
+
+
+def _listing(files: tuple[TaskFile, ...]) -> list[list[Any]]:
+    return sorted([file.path, file.mode, hashlib.sha256(file.content).hexdigest()] for file in files)

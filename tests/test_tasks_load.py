@@ -1,0 +1,280 @@
+"""Tasks from Harbor folders and JSONL lines: what they become, and what each kind of mistake is told."""
+
+import base64
+import io
+import json
+import subprocess
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forge_server.domain.errors import TaskError
+from forge_server.tasks import load
+from forge_server.tasks.task import Task
+
+TOML = """\
+version = "1.0"
+[metadata]
+author_name = "somebody"
+difficulty = "easy"
+created = 2026-01-02
+split = "test"
+[agent]
+timeout_sec = 300.0
+[verifier]
+timeout_sec = 60
+env = {}
+[environment]
+build_timeout_sec = 600.0
+cpus = 1
+memory = "2G"
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A whole Harbor task."""
+    root = tmp_path / "hello"
+    for path, text in {
+        "instruction.md": "Write hello to out.txt.\n",
+        "task.toml": TOML,
+        "environment/Dockerfile": "FROM debian\nWORKDIR /app\nCOPY . .\n",
+        "environment/data/seed.txt": "7\n",
+        "environment/__pycache__/x.pyc": "junk",
+        "tests/test.sh": "grep -q hello out.txt && echo 1 > /logs/verifier/reward.txt\n",
+        "tests/helper.py": "pass\n",
+        "solution/solve.sh": "echo hello > out.txt\n",
+    }.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+    (root / "tests/test.sh").chmod(0o755)
+    return root
+
+
+def line(**changes: Any) -> dict[str, Any]:
+    whole = {
+        "name": "copy-7",
+        "instruction": "Copy the word in word.txt to answer.txt.",
+        "files": {"word.txt": "plum\n", "bin/tool": {"text": "#!/bin/sh\n", "executable": True}},
+        "verify": {"answer_file": "answer.txt", "equals": "plum"},
+    }
+    return {key: value for key, value in {**whole, **changes}.items() if value is not ...}
+
+
+def one(**changes: Any) -> Task:
+    (task,) = load.from_lines([line(**changes)])
+    return task
+
+
+def test_a_harbor_folder_becomes_a_task(folder: Path) -> None:
+    (task,) = load.load(folder)
+    assert (task.name, task.instruction) == ("hello", "Write hello to out.txt.\n")
+    assert [f.path for f in task.files] == ["data/seed.txt"]
+    assert [(f.path, f.mode) for f in task.tests] == [("helper.py", 0o644), ("test.sh", 0o755)]
+    assert [f.path for f in task.gold] == ["solve.sh"]
+    assert (task.agent_s, task.verify_s, task.memory_mb, task.workdir) == (300.0, 60.0, 2048, "/app")
+    assert (task.split, task.path) == ("test", str(folder))
+    assert task.input.files == task.files and task.input.agent_s == 300.0
+
+
+def test_a_folder_of_folders_is_read_in_order(folder: Path) -> None:
+    other = folder.parent / "again"
+    other.mkdir()
+    for name in ("instruction.md", "tests"):
+        (other / name).symlink_to(folder / name)
+    (folder.parent / "notes").mkdir()
+    assert [task.name for task in load.load(folder.parent)] == ["again", "hello"]
+
+
+def spoil(path: str, text: str | None) -> Callable[[Path], None]:
+    def act(root: Path) -> None:
+        (root / path).unlink() if text is None else (root / path).write_text(text)
+
+    return act
+
+
+MISTAKES: dict[str, tuple[Callable[[Path], None], str, str]] = {
+    "no tests": (spoil("tests/test.sh", None), "no tests/test.sh", "reward.txt"),
+    "no instruction": (spoil("instruction.md", None), "instruction is empty", "say what"),
+    "no solve.sh": (lambda p: (p / "solution/solve.sh").rename(p / "solution/x"), "no solve.sh", "add it"),
+    "bad toml": (spoil("task.toml", "[agent\n"), "not TOML", "syntax"),
+    "bad limit": (spoil("task.toml", "[agent]\ntimeout_sec = -1\n"), "agent.timeout_sec is -1", "above 0"),
+    "no table": (spoil("task.toml", "agent = 3\n"), "agent is not a table", "[agent]"),
+    "bad memory": (spoil("task.toml", '[environment]\nmemory = "much"\n'), "'much'", "memory_mb"),
+    "steps": (spoil("task.toml", '[[steps]]\nname = "a"\n'), "several steps", "of its own"),
+    "secrets": (spoil("task.toml", '[verifier]\nenv = { KEY = "x" }\n'), "environment variables", "test.sh"),
+    "own container": (
+        spoil("task.toml", '[verifier]\nenvironment_mode = "separate"\n'),
+        "container of its own",
+        "work folder",
+    ),
+    "a link": (lambda p: (p / "tests/key").symlink_to("/etc/passwd"), "is a link", "the file itself"),
+    "bad split": (spoil("task.toml", "[metadata]\nsplit = 3\n"), "metadata.split", "word"),
+    "not text": (lambda p: (p / "instruction.md").write_bytes(b"\xff"), "cannot be read", "UTF-8"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_wrong_folder_is_told_where_and_how_to_mend_it(folder: Path, mistake: str) -> None:
+    act, what, mend = MISTAKES[mistake]
+    act(folder)
+    with pytest.raises(TaskError) as caught:
+        load.load(folder)
+    assert what in caught.value.what
+    assert str(folder) in caught.value.where
+    assert mend in caught.value.mend
+
+
+def test_nothing_there_is_an_error(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(TaskError, match="there is no"):
+            load.load(path)
+
+
+def test_a_line_becomes_a_task() -> None:
+    task = one(agent_s=30, split="test", min_reward=-1, memory_mb=512, metadata={"level": 3})
+    assert [(f.path, f.content, f.mode) for f in task.files] == [
+        ("bin/tool", b"#!/bin/sh\n", 0o755),
+        ("word.txt", b"plum\n", 0o644),
+    ]
+    assert (task.agent_s, task.split, task.min_reward, task.memory_mb) == (30, "test", -1, 512)
+    assert {f.path for f in task.tests} == {"test.sh", "expected"}
+    assert [f.path for f in task.gold] == ["solve.sh"]
+    assert (task.path, task.workdir) == (None, "/workspace")
+
+
+def test_lines_of_a_file_are_numbered_in_errors(tmp_path: Path) -> None:
+    file = tmp_path / "tasks.jsonl"
+    file.write_text(json.dumps(line()) + "\n\n" + json.dumps(line(name="b", instruction=" ")) + "\n")
+    with pytest.raises(TaskError) as caught:
+        load.load(file)
+    assert caught.value.where == f"{file}:3"
+    file.write_text(json.dumps(line(name="b")) + "\n" + json.dumps(line(name="a")) + "\n")
+    assert [task.name for task in load.load(file)] == ["a", "b"]
+    file.write_text("{\n")
+    with pytest.raises(TaskError, match="not JSON"):
+        load.load(file)
+
+
+WRONG_LINES: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown key": ({"verfy": 1}, "verfy"),
+    "no verifier": ({"verify": ...}, "verify"),
+    "no form": ({"verify": {}}, "exactly one form"),
+    "two forms": ({"verify": {"script": "x", "answer_file": "a", "equals": "b"}}, "exactly one form"),
+    "half a form": ({"verify": {"answer_file": "a"}}, "exactly one form"),
+    "no test.sh": ({"verify": {"files": {"x.sh": "true"}}}, "no tests/test.sh"),
+    "no name": ({"name": ""}, "name is empty"),
+    "outside": ({"files": {"../x": "y"}}, "leads elsewhere"),
+    "absolute": ({"files": {"/etc/x": "y"}}, "leads elsewhere"),
+    "outside answer": ({"verify": {"answer_file": "../a", "equals": "b"}}, "leads elsewhere"),
+    "bad base64": ({"files": {"x": {"base64": "?"}}}, "not base64"),
+    "no content": ({"files": {"x": {}}}, "text or base64"),
+    "bad limit": ({"verify_s": 0}, "verify_s is 0"),
+    "relative workdir": ({"workdir": "app"}, "workdir"),
+    "too large": ({"files": {"x": "a" * (33 << 20)}}, "33 MiB"),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG_LINES)
+def test_a_wrong_line_is_told_what_is_wrong(mistake: str) -> None:
+    changes, what = WRONG_LINES[mistake]
+    with pytest.raises(TaskError, match=what):
+        one(**changes)
+
+
+def test_two_tasks_of_one_name_are_an_error() -> None:
+    with pytest.raises(TaskError, match="two tasks are named 'copy-7'"):
+        load.from_lines([line(), line(instruction="another")])
+
+
+def test_the_digest_covers_what_moves_a_reward(folder: Path) -> None:
+    (before,) = load.load(folder)
+    for path in ("instruction.md", "environment/data/seed.txt", "tests/test.sh", "solution/solve.sh"):
+        text = (folder / path).read_text()
+        (folder / path).write_text(text + "# more\n")
+        assert load.load(folder)[0].digest != before.digest
+        (folder / path).write_text(text)
+    (folder / "tests/test.sh").chmod(0o700)
+    assert load.load(folder)[0].digest == before.digest  # executable is executable
+    assert one().digest == one(split="test", metadata={"a": 1}).digest
+    assert one().digest != one(agent_s=5).digest
+
+
+def test_a_stored_row_gives_the_task_back(folder: Path) -> None:
+    for task in (*load.load(folder), one()):
+        row = {
+            "name": task.name,
+            "path": task.path,
+            "definition": json.loads(json.dumps(task.definition, default=str)),
+            "digest": task.digest,
+        }
+        assert load.from_row(row).digest == task.digest
+    (folder / "tests/test.sh").write_text("echo 1 > /logs/verifier/reward.txt\n")
+    row["path"], row["name"] = str(folder), "hello"
+    with pytest.raises(TaskError, match="changed since it was registered"):
+        load.from_row(row)
+    with pytest.raises(TaskError, match="folder is gone"):
+        load.from_row(row | {"path": str(folder / "away")})
+
+
+def test_the_verifier_tar_is_plain_and_deterministic(folder: Path) -> None:
+    (task,) = load.load(folder)
+    assert task.verifier_tar == load.load(folder)[0].verifier_tar
+    with tarfile.open(fileobj=io.BytesIO(task.verifier_tar)) as tar:
+        assert [(m.name, m.mode, m.uid, m.mtime) for m in tar] == [
+            ("helper.py", 0o644, 0, 0),
+            ("test.sh", 0o755, 0, 0),
+        ]
+
+
+def run(task: Task, root: Path, script: str) -> str:
+    """What the runner does, without a sandbox: files, script in the agent's place, verifier."""
+    work, tests, logs = root / "work", root / "tests", root / "logs"
+    for place, files in ((work, task.files), (tests, task.tests)):
+        for file in files:
+            (place / file.path).parent.mkdir(parents=True, exist_ok=True)
+            (place / file.path).write_bytes(file.content)
+            (place / file.path).chmod(file.mode)
+    logs.mkdir()
+    agent = subprocess.run(["bash", "-s"], input=script, text=True, cwd=work, timeout=30, capture_output=True)
+    assert agent.returncode == 0, agent.stderr
+    env = {"PATH": "/usr/bin:/bin", "FORGE_TESTS": str(tests), "FORGE_LOGS": str(logs)}
+    subprocess.run(["bash", str(tests / "test.sh")], cwd=work, env=env, timeout=30, check=True)
+    return (logs / "reward.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward"),
+    [
+        ("plum", "1\n"),
+        ("plum  \n\n", "1\n"),
+        ("plum\r\n", "1\n"),
+        ("Plum", "0\n"),
+        ("a plum", "0\n"),
+        ("", "0\n"),
+        (None, "0\n"),
+    ],
+)
+def test_an_answer_file_is_compared(tmp_path: Path, answer: str | None, reward: str) -> None:
+    packed = base64.b64encode((answer or "").encode()).decode()
+    script = "exit 0\n" if answer is None else f"echo {packed} | base64 -d > answer.txt\n"
+    assert run(one(), tmp_path, script) == reward
+
+
+def test_the_gold_of_an_answer_follows_from_it(tmp_path: Path) -> None:
+    task = one(verify={"answer_file": "deep/it's.txt", "equals": "two words\n  and 'quotes' $HOME"})
+    assert task.gold_script is not None
+    assert run(task, tmp_path, task.gold_script) == "1\n"
+
+
+def test_a_given_gold_and_script_are_used(tmp_path: Path) -> None:
+    task = one(
+        gold="tr a-z A-Z < word.txt > answer.txt\n",
+        verify={"script": 'grep -c PLUM answer.txt > "$FORGE_LOGS/reward.txt"\n'},
+    )
+    assert task.gold_script is not None
+    assert run(task, tmp_path, task.gold_script) == "1\n"
+    assert one(verify={"script": "true"}).gold_script is None

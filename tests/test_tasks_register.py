@@ -1,0 +1,122 @@
+"""Registration: idempotent by digest, all or nothing, on both databases. Validation: gold, then nothing."""
+
+import asyncio
+import itertools
+
+import pytest
+import sqlalchemy as sa
+from test_tasks_load import line
+
+from forge_server.domain.errors import TaskError
+from forge_server.store import tables as t
+from forge_server.store.database import Store
+from forge_server.store.task_rows import TaskRows
+from forge_server.tasks import load
+from forge_server.tasks.register import Registered, register
+from forge_server.tasks.task import Task
+from forge_server.tasks.validate import NOTHING, Trial, validate
+
+NUMBERS = itertools.count()
+
+
+async def add(store: Store, tasks: list[Task], split: str = "train", taskset: str = "set") -> Registered:
+    def write(connection: sa.Connection) -> Registered:
+        return register(
+            TaskRows(connection),
+            tasks,
+            taskset=taskset,
+            split=split,
+            now=5.0,
+            new_id=lambda prefix: f"{prefix}-{next(NUMBERS)}",
+        )
+
+    return await store.write(write)
+
+
+async def test_registering_again_changes_nothing(database_url: str) -> None:
+    store = Store.open(database_url, create=True)
+    try:
+        tasks = load.from_lines([line(name=f"t{i:03}") for i in range(300)])
+        assert await add(store, tasks) == Registered(created=300, unchanged=0)
+        assert await add(store, tasks) == Registered(created=0, unchanged=300)
+        more = [*tasks, *load.from_lines([line(name="new", split="test")])]
+        assert await add(store, more) == Registered(created=1, unchanged=300)
+        assert await add(store, tasks[:2], taskset="other", split="test") == Registered(
+            created=2, unchanged=0
+        )
+        rows = await store.read(
+            lambda c: c.execute(sa.select(t.tasks).order_by(t.tasks.c.name)).mappings().all()
+        )
+        assert {row["split"] for row in rows if row["taskset"] == "set" and row["name"] != "new"} == {"train"}
+        assert [row["split"] for row in rows if row["name"] == "new"] == ["test"]
+        for row in rows[:3]:
+            assert load.from_row(row).digest == row["digest"]
+    finally:
+        store.close()
+
+
+async def test_changed_content_under_the_same_name_is_an_error_and_adds_nothing(database_url: str) -> None:
+    store = Store.open(database_url, create=True)
+    try:
+        await add(store, load.from_lines([line()]))
+        changed = load.from_lines([line(name="another"), line(instruction="Something else.")])
+        with pytest.raises(TaskError, match="'copy-7' is registered with other content"):
+            await add(store, changed)
+        with pytest.raises(TaskError, match="'copy-7' is registered in split 'train', not 'test'"):
+            await add(store, load.from_lines([line()]), split="test")
+        count = await store.read(
+            lambda c: c.execute(sa.select(sa.func.count()).select_from(t.tasks)).scalar_one()
+        )
+        assert count == 1
+    finally:
+        store.close()
+
+
+class FakeTrials:
+    """Answers with what the test decides for gold and for nothing."""
+
+    def __init__(self, gold: Trial, idle: Trial) -> None:
+        self.gold, self.idle, self.scripts = gold, idle, []
+
+    async def run(self, task: Task, script: str) -> Trial:
+        await asyncio.sleep(0)
+        self.scripts.append(script)
+        return self.idle if script == NOTHING else self.gold
+
+
+OK_1, OK_0 = Trial("ok", 1.0), Trial("ok", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("gold", "idle", "fault"),
+    [
+        (OK_1, OK_0, None),
+        (OK_0, OK_0, "the gold solution gets 0.0"),
+        (OK_1, OK_1, "doing nothing passes"),
+        (Trial("crash", error="status 2"), OK_0, "with the gold solution the verifier says crash: status 2"),
+        (
+            OK_1,
+            Trial("invalid", error="no reward"),
+            "when nothing is done the verifier says invalid: no reward",
+        ),
+        (OK_1, Trial("ok", -5.0), "less than the declared minimum 0"),
+    ],
+)
+async def test_validation_wants_gold_to_pass_and_nothing_to_fail(
+    gold: Trial, idle: Trial, fault: str | None
+) -> None:
+    (task,) = load.from_lines([line()])
+    trials = FakeTrials(gold, idle)
+    found = await validate(task, trials)
+    assert trials.scripts == [task.gold_script, NOTHING]
+    if fault is None:
+        assert found.faults == () and (found.gold_reward, found.idle_reward) == (1.0, 0.0)
+    else:
+        (only,) = found.faults
+        assert fault in only
+
+
+async def test_a_task_without_gold_cannot_be_shown_to_be_solvable() -> None:
+    (task,) = load.from_lines([line(verify={"script": "true"})])
+    found = await validate(task, FakeTrials(OK_1, OK_0))
+    assert found.gold_reward is None and "no gold solution" in found.faults[0]
