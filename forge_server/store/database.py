@@ -6,8 +6,9 @@ the only thing that hands out connections. What is written is durable when ``wri
 """
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Self, TypeVar
 
 import sqlalchemy as sa
@@ -27,14 +28,18 @@ _INSERTS: dict[sa.Table, sa.Insert] = {}
 class Store:
     """Made by ``open``; used from any event loop of the process; closed once."""
 
-    def __init__(self, url: sa.URL, lock: FileLock | None, writes: bool) -> None:
+    def __init__(self, url: sa.URL, lock: FileLock | None, *, writes: bool, create: bool) -> None:
         self.url, self.where = url, engines.place(url)
         self._lock = lock
         self._reader = engines.reader(url, READERS)
         self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="store-reader")
-        self._engine = engines.writer(url) if writes else None
-        self._writer = Writer(self._connect, self.where) if writes else None
+        self._engine = engines.writer(url)
+        self._writer: Writer | None = None
         self._closed = False
+        if writes:
+            self._writer = Writer(self._connect, self.where, self._prepared(create))
+        else:
+            self.read_now(lambda connection: schema.check(connection, self.where))
 
     @classmethod
     def open(cls, url: str, *, create: bool = False, lock: bool = True) -> Self:
@@ -55,8 +60,7 @@ class Store:
                 raise StoreError(f"its folder cannot be made ({error.strerror})", where=where) from None
         held = FileLock(file) if file is not None and lock else None
         try:
-            _prepare(parsed, create=create and lock, lock=lock)
-            return cls(parsed, held, writes=lock)
+            return cls(parsed, held, writes=lock, create=create)
         except BaseException:
             if held is not None:
                 held.release()
@@ -97,11 +101,8 @@ class Store:
 
     def read_now(self, fn: Callable[[sa.Connection], T]) -> T:
         """Like ``read``, in this thread: for programs without an event loop."""
-        try:
-            with self._reader.connect() as connection:
-                return fn(connection)
-        except sa.exc.SQLAlchemyError as error:
-            raise database_fault(error, self.where) or error from error
+        with self._told(), self._reader.connect() as connection:
+            return fn(connection)
 
     @property
     def commits(self) -> int:
@@ -126,33 +127,32 @@ class Store:
         return self._writer
 
     def _connect(self) -> sa.Connection:
-        assert self._engine is not None
-        try:
+        """The writing connection; on Postgres it carries the server's lock."""
+        with self._told():
             connection = self._engine.connect()
             if self._lock is None:
                 take_advisory(connection, self.where)
             return connection
+
+    def _prepared(self, create: bool) -> sa.Connection:
+        connection = self._connect()
+        try:
+            with self._told():
+                if create:
+                    schema.migrate(connection, self.where)
+                schema.check(connection, self.where)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Faults of the database as StoreError."""
+        try:
+            yield
         except sa.exc.SQLAlchemyError as error:
             raise database_fault(error, self.where) or error from error
-
-
-def _prepare(url: sa.URL, *, create: bool, lock: bool) -> None:
-    """Check the lock (Postgres) and the revision; with ``create`` bring the schema up to date."""
-    where = engines.place(url)
-    engine = engines.writer(url) if lock else engines.reader(url, 1)
-    try:
-        with engine.connect() as connection:
-            if lock and engines.sqlite_file(url) is None:
-                take_advisory(connection, where)
-            found = schema.revision(connection)
-            connection.rollback()
-            if create and found != schema.head():
-                schema.migrate(connection)
-            schema.check(connection, where)
-    except sa.exc.SQLAlchemyError as error:
-        raise database_fault(error, where) or error from error
-    finally:
-        engine.dispose()
 
 
 def _insert(table: sa.Table) -> sa.Insert:

@@ -53,6 +53,7 @@ def take_advisory(connection: sa.Connection, where: str) -> None:
     taken = connection.execute(sa.select(sa.func.pg_try_advisory_lock(_ADVISORY))).scalar_one()
     connection.rollback()
     if not taken:
+        connection.close()
         raise StoreError(
             "another forge-server uses this database",
             where=where,

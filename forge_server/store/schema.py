@@ -38,27 +38,21 @@ def revision(connection: sa.Connection) -> str | None:
 
 def check(connection: sa.Connection, where: str) -> None:
     """Raise StoreError unless the database has exactly the revision of this version."""
-    found, wanted = revision(connection), head()
-    if found == wanted:
-        return
+    found, wanted = _familiar(connection, where), head()
     if found is None:
         raise StoreError("the database is empty", where=where, mend="run `forge-server db upgrade`")
-    if _known(found):
+    if found != wanted:
         raise StoreError(
             f"the database has revision {found}, this forge-server needs {wanted}",
             where=where,
             mend="run `forge-server db upgrade`",
         )
-    raise StoreError(
-        f"the database has revision {found}, which this forge-server does not know",
-        where=where,
-        mend="it was written by a newer version: upgrade forge-server",
-    )
 
 
-def migrate(connection: sa.Connection, target: str = "head") -> None:
-    """Bring the schema up to ``target`` on a connection of the writing kind."""
-    _alembic(connection, "upgrade", target)
+def migrate(connection: sa.Connection, where: str) -> None:
+    """Bring the schema up to date on a connection of the writing kind. Raises StoreError."""
+    if _familiar(connection, where) != head():
+        _alembic(connection, "upgrade", "head")
 
 
 def current(url: str) -> str | None:
@@ -79,25 +73,38 @@ def current(url: str) -> str | None:
 
 def upgrade(url: str) -> None:
     """Create the database's tables or bring them up to date. Raises StoreError, also while a server runs."""
-    _exclusively(url, migrate)
+    parsed = engines.parse(url)
+    _exclusively(parsed, lambda connection: migrate(connection, engines.place(parsed)))
 
 
 def downgrade(url: str, target: str) -> None:
     """Take the schema back to revision ``target`` (``base``: no tables). Data of newer tables is lost."""
     if target != "base" and not _known(target):
         raise StoreError(f"there is no revision {target}", mend="see `forge-server db current`")
-    _exclusively(url, lambda connection: _alembic(connection, "downgrade", target))
+    _exclusively(engines.parse(url), lambda connection: _alembic(connection, "downgrade", target))
 
 
-def _exclusively(url: str, work: Callable[[sa.Connection], None]) -> None:
-    parsed = engines.parse(url)
-    file, where = engines.sqlite_file(parsed), engines.place(parsed)
+def _familiar(connection: sa.Connection, where: str) -> str | None:
+    """The revision of the database; raises StoreError when this version has never heard of it."""
+    found = revision(connection)
+    connection.rollback()
+    if found is not None and not _known(found):
+        raise StoreError(
+            f"the database has revision {found}, which this forge-server does not know",
+            where=where,
+            mend="it was written by a newer version: upgrade forge-server",
+        )
+    return found
+
+
+def _exclusively(url: sa.URL, work: Callable[[sa.Connection], None]) -> None:
+    file, where = engines.sqlite_file(url), engines.place(url)
     with ExitStack() as stack:
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
             lock = FileLock(file)
             stack.callback(lock.release)
-        engine = engines.writer(parsed)
+        engine = engines.writer(url)
         try:
             with engine.connect() as connection:
                 if file is None:

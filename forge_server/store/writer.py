@@ -66,6 +66,7 @@ class Writer:
         self,
         connect: Callable[[], sa.Connection],
         where: str,
+        connection: sa.Connection | None = None,
         *,
         queue_bytes: int = QUEUE_BYTES,
     ) -> None:
@@ -75,7 +76,7 @@ class Writer:
         self._blocked: collections.deque[asyncio.Future[None]] = collections.deque()
         self._wake = threading.Condition()
         self._closing = False
-        self._connection: sa.Connection | None = None
+        self._connection = connection
         self.commits = 0
         self._thread = threading.Thread(target=self._run, name="store-writer", daemon=True)
         self._thread.start()

@@ -1,0 +1,217 @@
+"""Faults of the database: a full disk, a lock, a read-only file, a lost connection, a second server.
+
+Each is told to everybody who waits, by name and with its mend; none harms what was acknowledged, and the
+writer goes on as soon as it can.
+"""
+
+import asyncio
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from forge_server.domain.errors import StoreError
+from forge_server.store import engines, schema
+from forge_server.store.database import Store
+from forge_server.store.tables import events, holds
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], check=True)
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def remount(disk: Path, option: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{option}", str(disk)], check=True)
+
+
+def note(size: int = 10) -> dict[str, object]:
+    return {"at": 0.0, "kind": "note", "data": {"text": "x" * size}}
+
+
+async def count(store: Store, table: sa.Table = events) -> int:
+    return await store.read(lambda c: c.execute(sa.select(sa.func.count()).select_from(table)).scalar_one())
+
+
+async def test_a_full_disk_is_told_loses_nothing_and_heals(small_disk: Path) -> None:
+    store = Store.open(f"sqlite:///{small_disk / 'forge.db'}", create=True)
+    try:
+        acknowledged = 0
+        with pytest.raises(StoreError, match=r"full.*free space"):
+            for _ in range(1000):
+                await store.insert(events, note(20_000))
+                acknowledged += 1
+        assert acknowledged > 0
+        together = await asyncio.gather(
+            *(store.insert(events, note(200_000)) for _ in range(8)), return_exceptions=True
+        )
+        assert {type(result) for result in together} == {StoreError}
+        assert await count(store) == acknowledged
+        remount(small_disk, "size=16m")
+        await store.insert(events, note(20_000))
+        assert await count(store) == acknowledged + 1
+    finally:
+        store.close()
+    assert sqlite3.connect(small_disk / "forge.db").execute("PRAGMA integrity_check").fetchone() == ("ok",)
+
+
+def test_a_file_system_that_turns_read_only_is_told_and_heals(small_disk: Path) -> None:
+    url = f"sqlite:///{small_disk / 'forge.db'}"
+    schema.upgrade(url)
+    remount(small_disk, "ro")
+    with pytest.raises(StoreError, match=r"forge\.db\.lock: .*Read-only.*writable"):
+        Store.open(url)
+    remount(small_disk, "rw")
+    Store.open(url).close()
+
+
+async def test_a_read_only_database_is_told_and_heals(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'forge.db'}"
+    store = Store.open(url, create=True)
+    connections: list[sqlite3.Connection] = []
+    sa.event.listen(store._engine, "connect", lambda dbapi, _record: connections.append(dbapi))
+
+    def refuse(connection: sa.Connection) -> None:
+        # what SQLite answers on a file that it may not write
+        connection.exec_driver_sql("PRAGMA query_only=ON")
+        connection.execute(sa.insert(events), note())
+
+    try:
+        results = await asyncio.gather(store.write(refuse), store.insert(holds, {}), return_exceptions=True)
+        assert {type(result) for result in results} == {StoreError}
+        assert "read-only; make the file and its folder writable" in str(results[0])
+        await store.insert(events, note())
+        assert len(connections) == 1  # the one whose state was doubtful was replaced
+        assert await count(store) == 1
+    finally:
+        store.close()
+
+
+async def test_a_locked_database_is_told_and_heals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "BUSY_MS", 50)
+    file = tmp_path / "forge.db"
+    store = Store.open(f"sqlite:///{file}", create=True)
+    other = sqlite3.connect(file, isolation_level=None)
+    try:
+        await store.insert(events, note())
+        other.execute("BEGIN IMMEDIATE")
+        waiting = [store.insert(events, note()), store.write(lambda c: c.execute(sa.select(1)).scalar())]
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [type(result) for result in results] == [StoreError, StoreError]
+        assert "locked by another program" in str(results[0])
+        assert await count(store) == 1
+        other.execute("ROLLBACK")
+        await store.insert(events, note())
+        assert await count(store) == 2
+    finally:
+        other.close()
+        store.close()
+
+
+async def test_a_lost_postgres_connection_is_told_and_heals(postgres_url: str, database_url: str) -> None:
+    if database_url.startswith("sqlite"):
+        return
+    store = Store.open(database_url, create=True)
+    admin = sa.create_engine(postgres_url, isolation_level="AUTOCOMMIT")
+    try:
+        await store.insert(events, note())
+        await count(store)
+        name = sa.make_url(database_url).database
+        with admin.connect() as connection:
+            connection.execute(
+                sa.text("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = :name"),
+                {"name": name},
+            )
+        with pytest.raises(StoreError, match=r"Postgres|reached"):
+            await store.insert(events, note())
+        await store.insert(events, note())
+        assert await count(store) == 2
+        with pytest.raises(StoreError, match="another forge-server"):
+            Store.open(database_url)  # the lock was taken again with the new connection
+    finally:
+        admin.dispose()
+        store.close()
+
+
+def test_a_second_server_is_refused_and_a_reader_is_not(database_url: str) -> None:
+    first = Store.open(database_url, create=True)
+    try:
+        with pytest.raises(StoreError, match=r"another forge-server .*uses this database"):
+            Store.open(database_url)
+        with pytest.raises(StoreError, match=r"another forge-server .*uses this database"):
+            schema.upgrade(database_url)
+        reader = Store.open(database_url, lock=False)
+        assert reader.read_now(lambda c: c.execute(sa.select(sa.func.count(holds.c.id))).scalar()) == 0
+        reader.close()
+    finally:
+        first.close()
+    Store.open(database_url).close()
+
+
+async def test_a_reader_cannot_write(database_url: str) -> None:
+    Store.open(database_url, create=True).close()
+    reader = Store.open(database_url, lock=False)
+    try:
+        with pytest.raises(StoreError, match="for reading only"):
+            await reader.insert(events, note())
+        with pytest.raises(StoreError, match="read-only"):
+            await reader.read(lambda c: c.execute(sa.insert(events), note()))
+    finally:
+        reader.close()
+
+
+def test_the_lock_of_a_killed_server_is_gone(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'forge.db'}"
+    program = (
+        "import sys, time; from forge_server.store.database import Store\n"
+        f"s = Store.open({url!r}, create=True); print('open', flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None and server.stdout.readline() == b"open\n"
+        with pytest.raises(StoreError, match=f"process {server.pid}"):
+            Store.open(url)
+        server.kill()
+        server.wait(30)
+    Store.open(url).close()
+
+
+async def test_a_closed_store_refuses(database_url: str) -> None:
+    store = Store.open(database_url, create=True)
+    jobs = [asyncio.ensure_future(store.insert(events, note())) for _ in range(5)]
+    await asyncio.sleep(0)
+    store.close()
+    store.close()
+    await asyncio.gather(*jobs)  # what was queued is written
+    with pytest.raises(StoreError, match="closed"):
+        await store.insert(events, note())
+    with pytest.raises(StoreError, match="closed"):
+        await store.read(lambda c: None)
+
+
+async def test_the_queue_is_bounded_and_callers_wait(tmp_path: Path) -> None:
+    from forge_server.store.writer import Writer
+
+    url = engines.parse(f"sqlite:///{tmp_path / 'forge.db'}")
+    schema.upgrade(str(url))
+    engine = engines.writer(url)
+    writer = Writer(engine.connect, "here", queue_bytes=1000)
+    most = 0
+
+    def look(_connection: sa.Connection) -> None:
+        nonlocal most
+        most = max(most, writer._bytes)
+
+    await asyncio.gather(*(writer.submit(look, 300, None) for _ in range(200)))
+    writer.close()
+    assert 300 <= most <= 1200
