@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 
-from .confine import FORGE, HOME, Box, Child, oom_kills
+from .confine import FORGE, HOME, Box, Child, kill_user, oom_kills
 from .control import Control, Refused, Unreachable
 from .place import fill, folder, make_folders, write_files
 from .relay import Relay
@@ -40,11 +40,13 @@ def main() -> int:
     With the order on stdin, the end of stdin means that the server is gone: the attempt dies with it.
     """
     text = os.environ.pop("FORGE_RUNNER", "")
-    if not text:
+    in_environment = bool(text)
+    if not in_environment:
         text = sys.stdin.readline()
-        threading.Thread(target=_die_with_server, daemon=True).start()
     order = json.loads(text)
     attempt = Attempt(order)
+    if not in_environment:
+        threading.Thread(target=_die_with_server, args=(attempt.box,), daemon=True).start()
     signal.signal(signal.SIGTERM, lambda *_: attempt.stop.dismiss("runner_stopped"))
     code = attempt.run()
     if order.get("tidy"):
@@ -53,10 +55,12 @@ def main() -> int:
     return code
 
 
-def _die_with_server() -> None:
+def _die_with_server(box: Box) -> None:
     while os.read(0, 4096):
         pass
-    os._exit(DISMISSED)  # the sandbox dies with its parent
+    if not box.wrapped and box.own_user:
+        kill_user(box.uid)
+    os._exit(DISMISSED)  # a sandbox of bubblewrap dies with its parent
 
 
 class Stop:

@@ -1,0 +1,119 @@
+"""The schema of ``harness_specs/NAME/spec.yaml``: how one harness is launched against the proxy, as data.
+
+Placeholders in ``argv``, ``env``, ``stdin`` and file contents are filled in by the runner, once:
+``{base_url}`` (of the relay, without ``/v1``), ``{agent_key}``, ``{model}``, ``{instruction}``,
+``{workdir}``, ``{home}``, ``{env}`` (where ``install`` put things), ``{python}`` and ``{forge}`` (our own
+packed programs).
+"""
+
+import re
+from typing import Literal
+
+import msgspec
+
+from forge_server.domain.install import Install
+
+PLACEHOLDERS = (
+    "base_url",
+    "agent_key",
+    "model",
+    "instruction",
+    "workdir",
+    "home",
+    "env",
+    "python",
+    "forge",
+)
+_BRACED = re.compile(r"\{([a-z_]+)\}")
+
+
+class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of every mapping of a spec: unknown keys are errors."""
+
+
+class FileSpec(Part, frozen=True, kw_only=True):
+    """A file in the harness's home folder: ``content`` given here, or in the file ``source`` beside the
+    spec."""
+
+    path: str
+    content: str = ""
+    source: str = ""
+    mode: str = "0644"
+
+
+class SideCall(Part, frozen=True, kw_only=True):
+    """A call with this label is recorded but never trained: a title, a judge, a summary for a person.
+
+    All that is given must hold: ``system`` is a pattern found in the first system message, ``user`` one found
+    in the last user message; ``tools: none`` asks for a request without tools.
+    """
+
+    label: str
+    system: str = ""
+    user: str = ""
+    tools: Literal["any", "none"] = "any"
+
+
+class Removal(Part, frozen=True, kw_only=True):
+    """Text matching ``pattern`` is taken out of the messages of ``role``."""
+
+    role: str
+    pattern: str
+
+
+class Normalise(Part, frozen=True, kw_only=True):
+    """What the harness injects and changes from call to call, and how it is taken out before the engine sees
+    it."""
+
+    remove: tuple[Removal, ...] = ()
+    drop_keys: tuple[str, ...] = ()  # of messages and content parts, such as cache_control
+    join_text: bool = False  # a list of text parts becomes one string
+
+
+class Limits(Part, frozen=True, kw_only=True):
+    """What one attempt of this harness needs at most; 0: the backend's own limit."""
+
+    pids: int = 0
+    memory_mb: int = 0
+
+
+class Spec(Part, frozen=True, kw_only=True):
+    """One harness."""
+
+    name: str
+    summary: str
+    api: Literal["chat", "completions", "responses", "messages", "gemini"]
+    argv: tuple[str, ...]
+    install: Install | None = None  # None: it ships with forge-server
+    env: dict[str, str] = {}
+    files: tuple[FileSpec, ...] = ()
+    stdin: str | None = None  # None: an empty one
+    max_hold_s: float = 600.0  # how long a call may be held before the harness gives up on it
+    side_calls: tuple[SideCall, ...] = ()
+    normalise: Normalise = Normalise()
+    limits: Limits = Limits()
+
+    def __post_init__(self) -> None:
+        if not self.argv:
+            raise ValueError("argv is empty")
+        if not re.fullmatch(r"[a-z0-9][a-z0-9-]*", self.name):
+            raise ValueError(f"name {self.name!r} is not made of lower case letters, digits and hyphens")
+        for text in (*self.argv, *self.env.values()):
+            for name in _BRACED.findall(text):
+                if name not in PLACEHOLDERS:
+                    raise ValueError(f"unknown placeholder {{{name}}}; known: {', '.join(PLACEHOLDERS)}")
+        if self.install is None and any("{env}" in text for text in (*self.argv, *self.env.values())):
+            raise ValueError("{env} is used but nothing is installed")
+        patterns = [p for rule in self.side_calls for p in (rule.system, rule.user)]
+        for pattern in (*patterns, *(rule.pattern for rule in self.normalise.remove)):
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
+        for file in self.files:
+            if file.path.startswith("/") or ".." in file.path.split("/"):
+                raise ValueError(f"file path {file.path!r} leads out of the home folder")
+            if not re.fullmatch(r"0?[0-7]{3}", file.mode):
+                raise ValueError(f"file mode {file.mode!r} is not octal, such as 0644")
+            if file.source and file.content:
+                raise ValueError(f"file {file.path!r} has both content and source")

@@ -1,0 +1,238 @@
+"""The local backend: every attempt is a runner process on this machine, its harness in a sandbox.
+
+The runner is outside the sandbox, the harness and the verifier inside. Invariant I7: a runner lives no longer
+than this server (its stdin is a pipe that only the server holds: at its end it dies, and its sandbox with
+it), and what a killed server could not tidy up is cleared at the next start.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any, Literal, Protocol
+
+import msgspec
+import structlog
+
+from forge_server.domain.errors import ForgeError
+from forge_server.domain.events import Fact
+from forge_server.runner.confine import kill_user
+from forge_server.runner.main import DISMISSED
+from forge_server.runner.pack import pack
+from forge_server.scheduler import leftovers
+from forge_server.scheduler.backend import Gone, Launch, LaunchFailed
+from forge_server.scheduler.limits import Cgroups
+from forge_server.scheduler.sandbox import Sandbox, probe
+from forge_server.scheduler.uids import UserIds
+
+log = structlog.get_logger(__name__)
+LOG_TAIL = 64 * 1024
+
+
+class HarnessHome(Protocol):
+    def __call__(self, harness: str) -> Path | None:
+        """The environment that the harness is installed in; None when it needs none. Raises ForgeError."""
+
+
+class LocalOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """``pod_url``: ``http://HOST:PORT`` or ``unix:/PATH`` of the pod-facing listener. ``folder``: where
+    attempts have their files, ours alone. ``show``: further folders that every sandbox sees, read-only.
+    """
+
+    instance: str
+    pod_url: str
+    folder: Path
+    min_sandbox: str = "namespaces"
+    show: tuple[str, ...] = ()
+
+
+class _Runner:
+    """One runner process."""
+
+    def __init__(self, process: subprocess.Popen[bytes], uid: int, folder: Path, log: IO[bytes]) -> None:
+        self.process, self.uid, self.folder, self.log = process, uid, folder, log
+        self.pidfd = os.pidfd_open(process.pid)
+        self.gone = asyncio.Event()
+
+
+class LocalBackend:
+    """Lives as long as the server; see ``scheduler.backend.Backend``."""
+
+    name: Literal["local"] = "local"
+
+    def __init__(self, options: LocalOptions, harness_home: HarnessHome) -> None:
+        self._options, self._home = options, harness_home
+        self._runners: dict[str, _Runner] = {}
+        self._users: UserIds | None = None
+        self._on_gone: Callable[[Gone], None] = lambda gone: None
+        self.sandbox: Sandbox | None = None
+        self._cgroups = Cgroups("", [])
+
+    @property
+    def forge(self) -> Path:
+        """The folder of the packed programs."""
+        return self._options.folder / "forge"
+
+    @property
+    def attempts(self) -> Path:
+        """The folder with one folder per attempt."""
+        return self._options.folder / "attempts"
+
+    async def start(self, on_gone: Callable[[Gone], None]) -> None:
+        self._on_gone = on_gone
+        self.sandbox = probe(self._options.min_sandbox)
+        self._users = UserIds.hold() if self.sandbox.own_user else None
+        await asyncio.to_thread(self._prepare)
+        log.info("local backend", sandbox=str(self.sandbox), limits=self._cgroups.kind or "rlimits only")
+
+    def _prepare(self) -> None:
+        killed = leftovers.kill_runners(self._options.instance)
+        self._cgroups = Cgroups.find(self._options.instance) if os.geteuid() == 0 else Cgroups("", [])
+        self._cgroups.remove_all()
+        self.attempts.mkdir(parents=True, exist_ok=True)
+        removed = leftovers.remove_folders(self.attempts)
+        if killed or removed:
+            log.warning("cleared what an earlier life left", runners=killed, folders=removed)
+        pack(self.forge)
+
+    async def launch(self, launch: Launch) -> dict[str, Any]:
+        assert self.sandbox is not None, "not started"
+        try:
+            home = self._home(launch.harness)
+        except ForgeError as error:
+            raise LaunchFailed(Fact.LAUNCH_FAILED, {"error": str(error)}) from None
+        uid = -1
+        try:
+            uid = self._users.take() if self._users else -1
+            return self._launch(launch, uid, home)
+        except OSError as error:
+            self._give_back(uid)
+            self._cgroups.remove(launch.attempt_id)
+            raise LaunchFailed(Fact.LAUNCH_FAILED, {"error": str(error)}) from None
+
+    def _launch(self, launch: Launch, uid: int, home: Path | None) -> dict[str, Any]:
+        sandbox = self.sandbox
+        assert sandbox is not None
+        folder = self.attempts / launch.attempt_id
+        order = {
+            "attempt": launch.attempt_id,
+            "url": self._options.pod_url,
+            "token": launch.join_token,
+            "level": sandbox.level,
+            "uid": uid,
+            "python": sandbox.python,
+            "bwrap": sandbox.bwrap,
+            "forge": str(self.forge),
+            "env": str(home) if home else "",
+            "read_only": sorted({sandbox.prefix, *_folders_of(home), *self._options.show}),
+            "root": str(folder),
+            "cgroups": self._cgroups.make(launch.attempt_id, launch.memory_mb, launch.pids),
+            "tidy": True,
+        }
+        output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the runner is gone
+        process = subprocess.Popen(
+            [sandbox.python, "-I", "-S", str(self.forge / "runner.pyz")],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            cwd="/",
+            env={"PATH": "/usr/bin:/bin", **leftovers.marks(self._options.instance, launch.attempt_id)},
+            start_new_session=True,
+        )
+        runner = _Runner(process, uid, folder, output)
+        self._runners[launch.attempt_id] = runner
+        asyncio.get_running_loop().add_reader(runner.pidfd, self._exited, launch.attempt_id)
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it is gone already: _exited tells
+            process.stdin.write(json.dumps(order).encode() + b"\n")
+            process.stdin.flush()
+        return {"pid": process.pid, "started": leftovers.started_at(process.pid), "uid": uid}
+
+    async def stop(self, attempt_id: str, grace_s: float) -> None:
+        runner = self._runners.get(attempt_id)
+        if runner is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(runner.pidfd, signal.SIGTERM)
+        try:
+            await asyncio.wait_for(runner.gone.wait(), grace_s)
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError, OSError):
+                signal.pidfd_send_signal(runner.pidfd, signal.SIGKILL)
+            await runner.gone.wait()
+
+    async def running(self) -> frozenset[str]:
+        return frozenset(self._runners)
+
+    async def close(self, grace_s: float) -> None:
+        await asyncio.gather(*(self.stop(attempt_id, grace_s) for attempt_id in tuple(self._runners)))
+        await asyncio.to_thread(self._cgroups.close)
+        if self._users:
+            self._users.close()
+            self._users = None
+
+    def _exited(self, attempt_id: str) -> None:
+        """The runner's process has ended: collect it and say so."""
+        runner = self._runners[attempt_id]
+        asyncio.get_running_loop().remove_reader(runner.pidfd)
+        code = runner.process.wait()
+        os.close(runner.pidfd)
+        assert runner.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            runner.process.stdin.close()
+        size = runner.log.seek(0, os.SEEK_END)
+        runner.log.seek(max(0, size - LOG_TAIL))
+        text = runner.log.read().decode("utf-8", "replace")
+        runner.log.close()
+        asyncio.get_running_loop().create_task(self._tidy(attempt_id, runner, code, text))
+
+    async def _tidy(self, attempt_id: str, runner: _Runner, code: int, text: str) -> None:
+        """Free the attempt's user id only after nothing of the attempt is left."""
+        await asyncio.to_thread(self._clear, attempt_id, runner, code)
+        self._give_back(runner.uid)
+        del self._runners[attempt_id]
+        runner.gone.set()
+        assert self.sandbox is not None
+        # A runner that somebody killed, or that lost its server, was not brought down by the agent, which a
+        # sandbox keeps from it; one that stumbled may have been.
+        independent = self.sandbox.level != "none" and (code < 0 or code == DISMISSED)
+        self._on_gone(
+            Gone(
+                attempt_id=attempt_id,
+                fact=Fact.PROCESS_GONE,
+                evidence={"runner_exit": code, "sandbox": self.sandbox.level},
+                independent=independent,
+                log=text,
+            )
+        )
+
+    def _clear(self, attempt_id: str, runner: _Runner, code: int) -> None:
+        if code != 0 and runner.uid >= 0:  # one that ended well has seen to it
+            kill_user(runner.uid)
+        self._cgroups.remove(attempt_id)
+        if runner.folder.exists():
+            shutil.rmtree(runner.folder, ignore_errors=True)
+
+    def _give_back(self, uid: int) -> None:
+        if self._users and uid >= 0:
+            self._users.give_back(uid)
+
+
+def _folders_of(home: Path | None) -> set[str]:
+    """What a harness's environment needs to be seen: itself, and the interpreter that a venv links to."""
+    if home is None:
+        return set()
+    folders = {str(home)}
+    config = home / "pyvenv.cfg"
+    if config.exists():
+        for line in config.read_text().splitlines():
+            key, _, value = line.partition("=")
+            if key.strip() == "home":
+                folders.add(str(Path(value.strip()).resolve().parent))
+    return folders

@@ -1,0 +1,76 @@
+"""Which rollouts are next, and which attempts live: the reads of the scheduler."""
+
+import msgspec
+import sqlalchemy as sa
+
+from forge_server.domain.states import AttemptState, RolloutState, RunState
+from forge_server.store import tables as t
+
+
+class Pending(msgspec.Struct, frozen=True):
+    """A rollout that may get its next attempt."""
+
+    rollout_id: str
+    run_id: str
+    harness: str
+
+
+class LiveAttempt(msgspec.Struct, frozen=True):
+    """An attempt of this backend that has not ended. ``since``: when its row was written, or it was
+    launched."""
+
+    attempt_id: str
+    state: AttemptState
+    since: float
+
+
+def _eligible() -> sa.ColumnElement[bool]:
+    return sa.and_(
+        t.rollouts.c.state == RolloutState.PENDING.value,
+        t.rollouts.c.external.is_(False),
+        t.runs.c.state == RunState.ACTIVE.value,
+    )
+
+
+def pending(connection: sa.Connection, now: float, limit: int) -> list[Pending]:
+    """The next rollouts, groups that have been begun first, then by age: groups end early and whole."""
+    r, g = t.rollouts.c, t.groups.c
+    other = t.rollouts.alias("other")
+    begun = sa.exists().where(
+        other.c.group_id == r.group_id,
+        other.c.group_id.is_not(None),
+        other.c.state != RolloutState.PENDING.value,
+    )
+    query = (
+        sa.select(r.id, r.run_id, r.harness)
+        .join(t.runs, t.runs.c.id == r.run_id)
+        .outerjoin(t.groups, g.id == r.group_id)
+        .where(_eligible(), r.not_before <= now)
+        .order_by(
+            sa.case((begun, 0), else_=1),
+            sa.func.coalesce(g.created_at, r.created_at),
+            sa.func.coalesce(r.group_id, r.id),
+            r.slot,
+        )
+        .limit(limit)
+    )
+    return [Pending(row.id, row.run_id, row.harness) for row in connection.execute(query)]
+
+
+def next_moment(connection: sa.Connection, now: float) -> float | None:
+    """When the next back-off ends, or None when no rollout waits for one."""
+    query = (
+        sa.select(sa.func.min(t.rollouts.c.not_before))
+        .join(t.runs, t.runs.c.id == t.rollouts.c.run_id)
+        .where(_eligible(), t.rollouts.c.not_before > now)
+    )
+    moment: float | None = connection.execute(query).scalar_one()
+    return moment
+
+
+def live(connection: sa.Connection, backend: str) -> list[LiveAttempt]:
+    a = t.attempts.c
+    query = sa.select(a.id, a.state, sa.func.coalesce(a.launched_at, a.created_at).label("since")).where(
+        a.backend == backend, a.state != AttemptState.ENDED.value
+    )
+    return [LiveAttempt(row.id, AttemptState(row.state), row.since) for row in connection.execute(query)]
