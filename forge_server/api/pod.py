@@ -12,7 +12,7 @@ import msgspec
 import sqlalchemy as sa
 import zstandard
 from litestar import Request, Response, get, post
-from litestar.params import Parameter
+from litestar.params import FromPath, JSONBody
 
 from forge_server.api.auth import bearer
 from forge_server.domain import events as e
@@ -96,7 +96,7 @@ class Finish(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     runner_error: str = ""
 
 
-AttemptId = Annotated[str, Parameter(max_length=64)]
+AttemptId = FromPath[str]
 _Request = Request[Any, Any, Any]
 
 
@@ -113,7 +113,7 @@ def pod_routes(lifecycle: Lifecycle, plans: Plans, store: Store, secret: bytes) 
             raise _refused(applied.refusal, attempt_id)
 
     @post("/a/{attempt_id:str}/start", status_code=200)
-    async def start(attempt_id: AttemptId, data: Start) -> Started:
+    async def start(attempt_id: AttemptId, data: JSONBody[Start]) -> Started:
         if keys.verify(secret, data.token) != keys.Claim("join", attempt_id):
             raise Unauthorized("the join token is wrong", where=attempt_id)
         await apply(e.RunnerJoined(attempt_id=attempt_id, nonce=data.nonce), attempt_id)
@@ -134,7 +134,7 @@ def pod_routes(lifecycle: Lifecycle, plans: Plans, store: Store, secret: bytes) 
         )
 
     @post("/a/{attempt_id:str}/heartbeat", status_code=200)
-    async def heartbeat(attempt_id: AttemptId, data: Heartbeat, request: _Request) -> Orders:
+    async def heartbeat(attempt_id: AttemptId, data: JSONBody[Heartbeat], request: _Request) -> Orders:
         check(request, attempt_id)
         told = await lifecycle.heartbeat(attempt_id)
         if told.ended:
@@ -144,7 +144,7 @@ def pod_routes(lifecycle: Lifecycle, plans: Plans, store: Store, secret: bytes) 
         return Orders("stop" if stop else "continue", told.reason if stop else "", told.left_s)
 
     @post("/a/{attempt_id:str}/events", status_code=200)
-    async def events(attempt_id: AttemptId, data: RunnerEvents, request: _Request) -> dict[str, Any]:
+    async def events(attempt_id: AttemptId, data: JSONBody[RunnerEvents], request: _Request) -> dict[str, Any]:
         check(request, attempt_id)
         for event in data.events:
             if event.kind == "harness_started":
@@ -158,7 +158,7 @@ def pod_routes(lifecycle: Lifecycle, plans: Plans, store: Store, secret: bytes) 
         return {}
 
     @post("/a/{attempt_id:str}/seal", status_code=200)
-    async def seal(attempt_id: AttemptId, data: Seal, request: _Request) -> dict[str, Any]:
+    async def seal(attempt_id: AttemptId, data: JSONBody[Seal], request: _Request) -> dict[str, Any]:
         check(request, attempt_id)
         await apply(e.AttemptSealed(attempt_id=attempt_id, reason=data.reason), attempt_id)
         return {}
@@ -173,7 +173,7 @@ def pod_routes(lifecycle: Lifecycle, plans: Plans, store: Store, secret: bytes) 
         return Response(archive, media_type="application/x-tar")
 
     @post("/a/{attempt_id:str}/reward", status_code=200)
-    async def reward(attempt_id: AttemptId, data: Reward, request: _Request) -> dict[str, Any]:
+    async def reward(attempt_id: AttemptId, data: JSONBody[Reward], request: _Request) -> dict[str, Any]:
         check(request, attempt_id)
         event = e.RewardReported(
             attempt_id=attempt_id,
@@ -186,7 +186,7 @@ def pod_routes(lifecycle: Lifecycle, plans: Plans, store: Store, secret: bytes) 
         return {}
 
     @post("/a/{attempt_id:str}/finish", status_code=200)
-    async def finish(attempt_id: AttemptId, data: Finish, request: _Request) -> dict[str, Any]:
+    async def finish(attempt_id: AttemptId, data: JSONBody[Finish], request: _Request) -> dict[str, Any]:
         check(request, attempt_id)
         event = e.RunnerFinished(
             attempt_id=attempt_id,
