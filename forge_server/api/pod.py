@@ -144,7 +144,9 @@ def pod_routes(lifecycle: Lifecycle, plans: Plans, store: Store, secret: bytes) 
         return Orders("stop" if stop else "continue", told.reason if stop else "", told.left_s)
 
     @post("/a/{attempt_id:str}/events", status_code=200)
-    async def events(attempt_id: AttemptId, data: JSONBody[RunnerEvents], request: _Request) -> dict[str, Any]:
+    async def events(
+        attempt_id: AttemptId, data: JSONBody[RunnerEvents], request: _Request
+    ) -> dict[str, Any]:
         check(request, attempt_id)
         for event in data.events:
             if event.kind == "harness_started":
