@@ -63,11 +63,13 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def serving(app: Any, sockets: list[socket.socket], *, grace_s: float = 5.0) -> AsyncIterator[None]:
-    """Serve the ASGI ``app`` on ``sockets`` for the length of the block."""
+async def serving(
+    app: Any, sockets: list[socket.socket], *, protocol: Any = "httptools", grace_s: float = 5.0
+) -> AsyncIterator[None]:
+    """Serve the ASGI ``app`` on ``sockets`` for the length of the block; ``protocol`` is uvicorn's ``http``."""
     config = uvicorn.Config(
         app,
-        http="httptools",
+        http=protocol,
         ws="none",
         loop="none",
         lifespan="off",

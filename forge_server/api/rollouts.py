@@ -1,9 +1,10 @@
 """Rollouts: register one from outside, look at them, cancel, retry."""
 
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import sqlalchemy as sa
 from litestar import get, post
+from litestar.params import Parameter
 
 from forge_server.api import paging, views
 from forge_server.api.idempotent import Idempotency, IdempotencyKey
@@ -45,7 +46,10 @@ def rollout_routes(
 
     @get("/rollouts", summary="Rollouts, newest first")
     async def listing(
-        run: str | None = None, state: str | None = None, cursor: str | None = None, limit: int = 100
+        run: str | None = None,
+        in_state: Annotated[str | None, Parameter(query="state", required=False)] = None,
+        cursor: str | None = None,
+        limit: int = 100,
     ) -> s.Page:
         after, limit = paging.decode_cursor(cursor), paging.check_limit(limit)
 
@@ -53,8 +57,8 @@ def rollout_routes(
             query = sa.select(t.rollouts).order_by(t.rollouts.c.id.desc()).limit(limit + 1)
             if run is not None:
                 query = query.where(t.rollouts.c.run_id == views.run_row(connection, run).id)
-            if state is not None:
-                query = query.where(t.rollouts.c.state == state)
+            if in_state is not None:
+                query = query.where(t.rollouts.c.state == in_state)
             if after is not None:
                 query = query.where(t.rollouts.c.id < after)
             return paging.page(connection.execute(query).all(), limit, lambda r: r.id, views.rollout_view)

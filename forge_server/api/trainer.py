@@ -7,6 +7,7 @@ from typing import Any
 from litestar import Response, Router, get, post
 from litestar.connection import ASGIConnection
 from litestar.handlers.base import BaseRouteHandler
+from litestar.params import FromPath, FromQuery, JSONBody
 
 from forge_server.api.auth import bearer
 from forge_server.controller.trainer_link import (
@@ -41,15 +42,15 @@ def trainer_routes(link: TrainerLink, verify: Verify) -> list[Any]:
             )
 
     @post("/sessions", summary="Open a session; every older one is fenced off", status_code=200)
-    async def sessions(run_id: str, data: SessionRequest) -> SessionReply:
+    async def sessions(run_id: FromPath[str], data: JSONBody[SessionRequest]) -> SessionReply:
         return await link.open_session(run_id, data)
 
     @post("/heartbeat", summary="Renew the lease", status_code=200)
-    async def heartbeat(run_id: str, data: Heartbeat) -> HeartbeatReply:
+    async def heartbeat(run_id: FromPath[str], data: JSONBody[Heartbeat]) -> HeartbeatReply:
         return await link.heartbeat(run_id, data)
 
     @get("/batches/{k:int}", summary="Batch k as safetensors; 204 when it is not there yet")
-    async def batches(run_id: str, k: int, session: str) -> Response[bytes]:
+    async def batches(run_id: FromPath[str], k: FromPath[int], session: FromQuery[str]) -> Response[bytes]:
         batch = await link.batch(run_id, k, session)
         if batch is None:
             return Response(b"", status_code=204)
@@ -60,11 +61,11 @@ def trainer_routes(link: TrainerLink, verify: Verify) -> list[Any]:
         )
 
     @post("/steps/{k:int}/metrics", summary="The trainer's figures of step k", status_code=204)
-    async def metrics(run_id: str, k: int, data: MetricsReport) -> None:
+    async def metrics(run_id: FromPath[str], k: FromPath[int], data: JSONBody[MetricsReport]) -> None:
         await link.metrics(run_id, k, data)
 
     @post("/checkpoints", summary="Checkpoint k becomes a policy version", status_code=200)
-    async def checkpoints(run_id: str, data: CheckpointReport) -> CheckpointReply:
+    async def checkpoints(run_id: FromPath[str], data: JSONBody[CheckpointReport]) -> CheckpointReply:
         return await link.checkpoint(run_id, data)
 
     return [

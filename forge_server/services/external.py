@@ -13,7 +13,7 @@ from forge_server.domain import events as e
 from forge_server.domain.errors import Conflict, NotFound
 from forge_server.domain.ids import new_id
 from forge_server.domain.run import RunSettings
-from forge_server.lifecycle import Lifecycle
+from forge_server.lifecycle.apply import Lifecycle
 from forge_server.store import keys
 from forge_server.store import tables as t
 from forge_server.store.database import Store
@@ -34,10 +34,11 @@ class ExternalRollouts:
         create_run: Callable[[RunSettings], Awaitable[str]],
         instruction: Callable[[str], Awaitable[str]],
         version: Callable[[], int],
+        policy: str,
     ) -> None:
         self._store, self._lifecycle, self._secret = store, lifecycle, secret
         self._base_url, self._create_run, self._instruction = base_url, create_run, instruction
-        self._version = version
+        self._version, self._policy = version, policy
 
     async def register(self, body: RolloutCreate) -> Registration:
         """A rollout whose attempt may make calls at once. Raises NotFound and Conflict."""
@@ -84,7 +85,7 @@ class ExternalRollouts:
     async def _run(self, body: RolloutCreate) -> tuple[str, float]:
         """Run id and the agent clock in seconds."""
         if body.run is None:
-            settings = RunSettings(name=RUN, kind="record", taskset=RUN, harness=RUN)
+            settings = RunSettings(name=RUN, kind="record", policy=self._policy, taskset=RUN, harness=RUN)
             return await self._create_run(settings), settings.max_seconds
 
         def read(connection: sa.Connection) -> tuple[str, float] | None:

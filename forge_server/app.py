@@ -1,0 +1,530 @@
+"""The composition root: builds every service and both listeners, starts and stops them in order.
+
+The only module that knows all parts. Start: lock and migrate the database, settle what the last life left,
+then engine, proxy, scheduler, controller. Stop goes the other way round and leaves nothing running that must not
+outlive the server. A part that fails for good ends the server with its reason.
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import structlog
+from litestar import Litestar, Router
+from litestar.openapi.config import OpenAPIConfig
+
+from forge_server import __version__, environments
+from forge_server.api import problem
+from forge_server.api.auth import admin_guard
+from forge_server.api.catalog import catalog_routes
+from forge_server.api.events import event_routes
+from forge_server.api.health import health_routes
+from forge_server.api.idempotent import Idempotency
+from forge_server.api.listeners import bind_tcp, bind_unix, serving
+from forge_server.api.pod import pod_routes
+from forge_server.api.rollouts import rollout_routes
+from forge_server.api.runs import run_routes
+from forge_server.api.trainer import trainer_routes
+from forge_server.assets import folder as asset_folder, stage_package
+from forge_server.client.schemas import Check
+from forge_server.controller.bell import Bells
+from forge_server.controller.cohort import Cohorts
+from forge_server.controller.keeper import Keeper
+from forge_server.controller.launcher import AttachLauncher, Launcher, TrainerJob
+from forge_server.controller.local_trainer import LocalLauncher
+from forge_server.controller.loop import Controller
+from forge_server.controller.policies import Policies
+from forge_server.controller.rounds import Rounds
+from forge_server.controller.runs import Runs
+from forge_server.controller.steps import Steps
+from forge_server.controller.swap import Swapper
+from forge_server.controller.trainer_link import TrainerLink
+from forge_server.domain import events as e
+from forge_server.domain.errors import ConfigError, ForgeError, SpecError
+from forge_server.engine.attach import AttachedHost
+from forge_server.engine.checkpoint import Policy
+from forge_server.engine.hosts import Host
+from forge_server.engine.managed import ManagedHost, ManagedSpec
+from forge_server.engine.pool import EnginePool
+from forge_server.evaluation.round import Evaluation
+from forge_server.harness.load import load_all
+from forge_server.harness.spec import Spec
+from forge_server.lifecycle.apply import Lifecycle
+from forge_server.proxy.calls import Calls
+from forge_server.proxy.connection import ConnectionProtocol
+from forge_server.proxy.hold import Gate
+from forge_server.proxy.routes import InferenceRoutes
+from forge_server.proxy.sessions import Sessions
+from forge_server.scheduler.local import LocalBackend, LocalOptions
+from forge_server.scheduler.plans import PlanOptions, Plans
+from forge_server.scheduler.scheduler import Options, Scheduler
+from forge_server.scheduler.ticks import Ticks
+from forge_server.services.conversations import conversations, log_tails
+from forge_server.services.external import ExternalRollouts
+from forge_server.services.lookups import CallPolicies, TaskFiles
+from forge_server.services.task_import import TaskImport
+from forge_server.settings import Settings
+from forge_server.store import events as event_log, instance, keys
+from forge_server.store.database import Store
+
+log = structlog.get_logger(__name__)
+
+POD_SOCKET = "pod.sock"
+EVENTS_KEPT_S = 14 * 24 * 3600.0
+
+
+class Listening:
+    """The bound sockets and where they are."""
+
+    def __init__(self, settings: Settings) -> None:
+        server = settings.server
+        settings.data_dir.mkdir(parents=True, exist_ok=True)
+        self.pod = bind_tcp(server.host, server.port, "[server] port")
+        self.control = bind_tcp(server.control_host, server.control_port, "[server] control_port")
+        self.unix_path = settings.data_dir / POD_SOCKET
+        self.unix = bind_unix(self.unix_path)
+
+    @property
+    def pod_url(self) -> str:
+        return _url(self.pod)
+
+    @property
+    def control_url(self) -> str:
+        return _url(self.control)
+
+    def close(self) -> None:
+        for sock in (self.pod, self.control, self.unix):
+            sock.close()
+        self.unix_path.unlink(missing_ok=True)
+
+
+def _url(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"http://{'127.0.0.1' if host in ('0.0.0.0', '') else host}:{port}"
+
+
+class _Wake:
+    """Lets event streams sleep until something is committed."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def __call__(self, _: e.EventRow) -> None:
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def wait(self, timeout_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._event.wait()
+
+
+class _Settled:
+    """The lifecycle as the runner's routes see it: deliveries are written before a finish is judged (I4)."""
+
+    def __init__(self, lifecycle: Lifecycle, sessions: Sessions) -> None:
+        self._lifecycle, self._sessions = lifecycle, sessions
+        self.heartbeat = lifecycle.heartbeat
+
+    async def apply(self, event: e.Event) -> e.Applied:
+        if isinstance(event, e.RunnerFinished):
+            await self._sessions.settled(event.attempt_id)
+        return await self._lifecycle.apply(event)
+
+
+class _NoEngine:
+    """``[engine] kind = "none"``: every call waits for nothing and is told why."""
+
+    reason = "not configured: add [engine] kind = \"managed\" and model = \"FOLDER\" to forge.toml"
+    ready = False
+
+    async def chat(self, body: Any, *, request_id: str, known: Any = None) -> Any:
+        from forge_server.domain.engine import EngineUnavailable
+
+        raise EngineUnavailable(f"the engine is {self.reason}")
+
+    async def swap(self, path: Path, version: int, manifest_sha256: str) -> Any:
+        raise ConfigError(f"the engine is {self.reason}")
+
+    async def version(self) -> int | None:
+        return None
+
+    def start(self) -> None:
+        """Nothing to start."""
+
+    async def close(self, *, keep_engine: bool = False) -> None:
+        """Nothing to close."""
+
+
+def load_specs(settings: Settings) -> dict[str, Spec]:
+    """The built-in harness specs and those of ``[harness] paths``."""
+    return load_all([asset_folder("harness_specs"), *(settings.path(p) for p in settings.harness.paths)])
+
+
+async def build_engine(settings: Settings, policy: Policy) -> EnginePool | _NoEngine:
+    """The engine pool as configured; environments are made when missing. Raises EnvironmentMissing."""
+    engine = settings.engine
+    if engine.kind == "none":
+        return _NoEngine()
+    host: Host
+    if engine.kind == "attach":
+        host = AttachedHost(engine.url)
+    else:
+        environment = await asyncio.to_thread(environments.ensure, "engine")
+        staged = stage_package("engine_ext", settings.data_dir / "staged" / "engine")
+        folder = settings.data_dir / "engine"
+        folder.mkdir(parents=True, exist_ok=True)
+        host = ManagedHost(
+            ManagedSpec(
+                python=environment / "bin" / "python",
+                staged=staged,
+                folder=folder,
+                served_model=engine.served_model,
+                dtype=engine.dtype,
+                max_model_len=engine.max_model_len,
+                max_num_seqs=engine.max_num_seqs,
+                cpu=not environments.has_cuda(),
+                tool_call_parser=engine.tool_call_parser,
+                reasoning_parser=engine.reasoning_parser,
+                flags=engine.flags,
+                env=engine.env,
+                start_timeout_s=engine.start_timeout_s,
+            )
+        )
+    return EnginePool(
+        [host],
+        model=engine.served_model,
+        policy=policy,
+        api_key=engine.api_key,
+        request_timeout_s=engine.request_timeout_s,
+        drain_s=settings.proxy.drain_s,
+        start_timeout_s=engine.start_timeout_s,
+        tolerance=engine.logprob_tolerance,
+    )
+
+
+def build_launcher(settings: Settings) -> Launcher:
+    """How trainers are started."""
+    trainer = settings.trainer
+    if trainer.launcher == "attach":
+        return AttachLauncher(trainer.device, trainer.nproc)
+
+    async def environment() -> Path:
+        return await asyncio.to_thread(environments.ensure, "trainer")
+
+    return LocalLauncher(
+        environment,
+        settings.data_dir / "staged" / "trainer",
+        nproc=trainer.nproc,
+        device=trainer.device,
+        threads=trainer.threads,
+    )
+
+
+class Server:
+    """One running server. Use ``running``."""
+
+    def __init__(self, settings: Settings, listening: Listening, store: Store, who: instance.Instance) -> None:
+        self.settings, self.listening, self.store, self.instance = settings, listening, store, who
+        self.specs = load_specs(settings)
+        self.admin_key = settings.security.admin_key or keys.admin_key(settings.data_dir / "admin.key")
+        self.lifecycle = Lifecycle(store, breaker_after=settings.scheduler.breaker)
+        self.policies = Policies(store, self.lifecycle, settings.engine.policy)
+        self.gate = Gate()
+        self.sessions = Sessions(store, CallPolicies(store, settings, self.specs))
+        self.lifecycle.subscribe(self.sessions.on_event)
+        self.wake = _Wake()
+        self.lifecycle.subscribe(self.wake)
+        self.tasks = TaskFiles(store)
+        self.plans = Plans(
+            store,
+            self.specs,
+            self.tasks,
+            PlanOptions(
+                model=settings.engine.served_model,
+                heartbeat_s=settings.scheduler.heartbeat_s,
+                verify_s=settings.scheduler.verify_s,
+                grace_s=settings.scheduler.grace_s,
+                pids=settings.local.pids,
+                memory_mb=settings.local.memory_mb,
+            ),
+        )
+        self.bells = Bells()
+        self.link = TrainerLink(
+            store,
+            self.lifecycle,
+            self.bells,
+            lambda run_id: settings.data_dir / "checkpoints" / run_id,
+            overrides=settings.trainer.overrides,
+            lease_s=settings.trainer.lease_s,
+        )
+        self.ticks = Ticks()
+        self._stopping = False
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    # --- parts that need a running loop -----------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Settle what the last life left, then build what depends on it."""
+        found = await self.lifecycle.recover()
+        if found.downtime_s or found.lost_attempts or found.lost_calls:
+            log.info(
+                "recovered",
+                downtime_s=round(found.downtime_s, 1),
+                lost_attempts=len(found.lost_attempts),
+                lost_calls=found.lost_calls,
+                adopted=len(found.adopted_attempts),
+            )
+        settings = self.settings
+        if settings.engine.model:
+            await self.policies.open(settings.path(settings.engine.model))
+        serving = await self.policies.serving()
+        policy = Policy(0, None)
+        if serving is not None:
+            policy = Policy(serving.version, Path(serving.path), serving.manifest_sha256)
+        self.engine = await build_engine(settings, policy)
+        self.calls = Calls(
+            store=self.store,
+            engine=self.engine,
+            gate=self.gate,
+            versions=self.policies,
+            budget_exceeded=self._budget_exceeded,
+        )
+        self.scheduler = Scheduler(
+            self.store,
+            self.lifecycle,
+            LocalBackend(
+                LocalOptions(
+                    instance=self.instance.id,
+                    pod_url=f"unix:{self.listening.unix_path}",
+                    folder=settings.data_dir / "local",
+                    min_sandbox=settings.local.min_sandbox,
+                    show=settings.local.allow_binds,
+                ),
+                self._harness_home,
+            ),
+            self.plans,
+            self.instance.secret,
+            Options(
+                in_flight=settings.scheduler.in_flight,
+                startup_s=settings.scheduler.startup_s,
+                heartbeat_lost_s=settings.scheduler.heartbeat_lost_s,
+                stop_grace_s=settings.scheduler.grace_s,
+            ),
+        )
+        cohorts = Cohorts(self.store, self.lifecycle)
+        evaluation = Evaluation(self.store, cohorts)
+        swapper = Swapper(
+            self.policies, self.lifecycle, self.engine, self.gate, drain_s=settings.proxy.drain_s
+        )
+        self.controller = Controller(
+            self.store,
+            self.lifecycle,
+            self.bells,
+            self.policies,
+            swapper,
+            Rounds(self.store, self.lifecycle, cohorts, self.policies, evaluation),
+            lambda: Steps(
+                self.store,
+                self.lifecycle,
+                cohorts,
+                self.policies,
+                swapper,
+                self.link,
+                evaluation,
+                window=settings.engine.max_model_len,
+            ),
+            self._keeper,
+        )
+        self.runs = Runs(self.store, self.lifecycle, settings.engine.policy, self.controller.follow)
+        self.external = ExternalRollouts(
+            self.store,
+            self.lifecycle,
+            self.instance.secret,
+            lambda: self.listening.pod_url,
+            self.runs.create,
+            self.tasks.instruction,
+            lambda: max(self.policies.current, 0),
+            settings.engine.policy,
+        )
+
+    def _keeper(self, run_id: str, changed: Callable[[], None]) -> Keeper:
+        job = TrainerJob(
+            run_id=run_id,
+            url=f"{self.listening.control_url}/api/v1/runs/{run_id}/trainer",
+            key=keys.trainer_key(self.instance.secret, run_id),
+            folder=self.settings.data_dir / "trainer" / run_id,
+        )
+        return Keeper(self.store, build_launcher(self.settings), job, changed)
+
+    def _harness_home(self, harness: str) -> Path | None:
+        spec = self.specs.get(harness)
+        if spec is None:
+            raise SpecError(f"there is no harness {harness!r}", mend="`forge-server harness list` shows them")
+        return environments.ensure_harness(harness, spec.install) if spec.install else None
+
+    async def _budget_exceeded(self, attempt_id: str, kind: Any) -> None:
+        await self.lifecycle.apply(e.BudgetExceeded(attempt_id=attempt_id, kind=kind))
+
+    # --- listeners ----------------------------------------------------------------------------------------
+
+    def pod_app(self) -> InferenceRoutes:
+        """The pod-facing listener: inference, and the runner's routes behind it."""
+        routes = pod_routes(_Settled(self.lifecycle, self.sessions), self.plans, self.store, self.instance.secret)
+        runner = Litestar(
+            routes,
+            openapi_config=None,
+            logging_config=None,
+            exception_handlers=problem.HANDLERS,
+            request_max_body_size=8 << 20,
+        )
+        return InferenceRoutes(
+            sessions=self.sessions,
+            calls=self.calls,
+            keys=self._agent_key,
+            model=self.settings.engine.served_model,
+            max_body=self.settings.proxy.max_body_mb << 20,
+            keepalive_after_s=self.settings.proxy.keepalive_after_s,
+            otherwise=runner,  # type: ignore[arg-type]
+        )
+
+    def _agent_key(self, key: str) -> str | None:
+        claim = keys.verify(self.instance.secret, key)
+        return claim.subject if claim is not None and claim.scope == "agent" else None
+
+    def control_app(self) -> Litestar:
+        """The control listener: API, health, trainer link, OpenAPI."""
+        idempotency = Idempotency(self.store)
+
+        async def set_in_flight(n: int) -> None:
+            self.scheduler.set_in_flight(n)
+
+        api = Router(
+            "/",
+            route_handlers=[
+                *run_routes(self.store, self.runs, idempotency, set_in_flight),
+                *rollout_routes(self.store, self.external, idempotency, conversations, log_tails),
+                *catalog_routes(self.store, TaskImport(self.store), self.controller.activate, idempotency),
+                *event_routes(self.store, self.wake),
+            ],
+            guards=[admin_guard(self.admin_key)],
+        )
+        trainer = trainer_routes(self.link, lambda key: keys.verify(self.instance.secret, key))
+        return Litestar(
+            [*health_routes(self._probes()), Router("/api/v1", route_handlers=[api, *trainer])],
+            openapi_config=OpenAPIConfig(title="forge-server", version=__version__, path="/schema"),
+            logging_config=None,
+            exception_handlers=problem.HANDLERS,
+            request_max_body_size=64 << 20,
+        )
+
+    def _probes(self) -> list[Callable[[], Awaitable[Check]]]:
+        async def database() -> Check:
+            try:
+                await self.store.read(lambda c: c.exec_driver_sql("SELECT 1").scalar())
+                return Check("database", True)
+            except ForgeError as error:
+                return Check("database", False, str(error))
+
+        async def engine() -> Check:
+            return Check("engine", self.engine.ready, self.engine.reason)
+
+        async def attempts() -> Check:
+            return Check("attempts", True, f"{len(self.scheduler.live)} of {self.scheduler.in_flight} in flight")
+
+        return [database, engine, attempts]
+
+    # --- life -------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        self._deliveries = asyncio.create_task(self.sessions.run(), name="deliveries")
+        self._deliveries.add_done_callback(self._ended)
+        self.engine.start()
+        await self.scheduler.start()
+        await self.controller.start()
+        self.ticks.every(instance.BEAT_S, "liveness", self._beat)
+        self.ticks.every(1.0, "deadlines", self.scheduler.sweep)
+        self.ticks.every(10.0, "reconcile", self.scheduler.reconcile)
+        self.ticks.every(3600.0, "retention", self._retention)
+        self.ticks.start()
+        for run in self.settings.run:
+            await self.runs.create(run)
+
+    async def stop(self, *, keep_engine: bool = False) -> None:
+        """Launch nothing more, end what must not outlive us, write what is queued."""
+        self.ticks.stop()
+        await self.controller.stop()
+        await self.scheduler.stop()
+        self._stopping = True
+        self._deliveries.cancel()
+        await self.sessions.close()
+        await self.engine.close(keep_engine=keep_engine)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """A task that should never end has ended: the server cannot be trusted any more."""
+        if not self._stopping and not self.failed.done():
+            error = None if task.cancelled() else task.exception()
+            self.failed.set_exception(error or RuntimeError(f"{task.get_name()} has ended"))
+
+    async def _beat(self) -> None:
+        await self.store.write(lambda c: instance.beat(c, time.time()))
+
+    async def _retention(self) -> None:
+        await self.store.write(lambda c: event_log.prune(c, time.time() - EVENTS_KEPT_S))
+
+
+@contextlib.asynccontextmanager
+async def running(settings: Settings) -> AsyncIterator[Server]:
+    """A server that runs for the length of the block. Raises ForgeError; then nothing was started."""
+    listening = Listening(settings)
+    try:
+        store = await asyncio.to_thread(Store.open, settings.store_url, create=True)
+    except BaseException:
+        listening.close()
+        raise
+    try:
+        server = Server(settings, listening, store, await instance.load(store))
+        await server.open()
+        async with (
+            serving(server.pod_app(), [listening.pod, listening.unix], protocol=ConnectionProtocol),
+            serving(server.control_app(), [listening.control]),
+        ):
+            address = settings.data_dir / "control.url"
+            address.write_text(f"{listening.control_url}\n")
+            try:
+                await server.start()
+                yield server
+            finally:
+                await server.stop()
+                with contextlib.suppress(OSError):
+                    address.unlink()
+    finally:
+        listening.close()
+        await asyncio.to_thread(store.close)
+
+
+async def serve(settings: Settings, stop: asyncio.Event) -> None:
+    """Run until ``stop`` is set."""
+    async with running(settings) as server:
+        log.info(
+            "up",
+            pid=os.getpid(),
+            pods=server.listening.pod_url,
+            control=server.listening.control_url,
+            data=str(settings.data_dir),
+            instance=server.instance.id,
+        )
+        waiting = asyncio.create_task(stop.wait())
+        await asyncio.wait({waiting, server.failed}, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        log.info("stopping")
+        if server.failed.done():
+            server.failed.result()
+
+
+__all__ = ["Server", "build_engine", "load_specs", "running", "serve"]

@@ -1,0 +1,36 @@
+"""Structured logs on stderr: lines for a terminal, JSON for everything else."""
+
+import logging
+import sys
+from typing import Any
+
+import structlog
+
+_QUIET = ("apscheduler", "uvicorn", "aiohttp", "alembic", "httpx", "httpcore", "asyncio")
+
+
+def configure(level: str, form: str) -> None:
+    """``form``: auto (by whether stderr is a terminal), console or json."""
+    console = form == "console" or (form == "auto" and sys.stderr.isatty())
+    number = logging.getLevelNamesMapping()[level.upper()]
+    shared: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    renderer: Any = (
+        structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+        if console
+        else structlog.processors.JSONRenderer()
+    )
+    if not console:
+        shared.append(structlog.processors.format_exc_info)
+    structlog.configure(
+        processors=[*shared, renderer],
+        wrapper_class=structlog.make_filtering_bound_logger(number),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s %(message)s")
+    for name in _QUIET:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
