@@ -1,0 +1,173 @@
+"""Writes a run's samples to a file, in memory that does not grow with the run.
+
+Only valid, trainable rows are written; what is left out is counted with its reason. The file has its name
+only when it is whole.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyarrow import ipc
+
+from forge_server.domain.errors import ForgeError
+from forge_server.domain.outcome import Outcome, counts_for_training
+from forge_server.export import table
+from forge_server.export.identity import identity
+from forge_server.export.records import Reader, Rollout, Run, cut_attempt, rollouts
+from forge_server.trajectory.attempt import Cut
+
+Format = Literal["parquet", "arrow", "jsonl", "sft"]
+ROW_GROUP_TOKENS = 1 << 21
+"""Tokens gathered before they are written: some 30 MB."""
+
+Write = Callable[[pa.RecordBatch], None]
+
+
+class ExportError(ForgeError):
+    """The file cannot be written."""
+
+    type = "export"
+
+
+class ExportReport(msgspec.Struct):
+    """``left_out``: rollouts without a row, by reason. ``untrained``: calls of the written rollouts that no
+    sample trains, by reason. ``clipped_tokens``: completion tokens beyond the length limit.
+    """
+
+    path: str
+    rows: int = 0
+    rollouts: int = 0
+    tokens: int = 0
+    trained_tokens: int = 0
+    clipped_tokens: int = 0
+    left_out: Counter[str] = msgspec.field(default_factory=Counter)
+    untrained: Counter[str] = msgspec.field(default_factory=Counter)
+
+
+def export_run(
+    reader: Reader, run: Run, form: Format, path: Path, *, min_reward: float | None = None
+) -> ExportReport:
+    """Write the samples of ``run``; with ``min_reward`` only of rollouts that got that much.
+
+    Raises ExportError; then there is no file, or the one that was there before.
+    """
+    report = ExportReport(str(path))
+    whose = identity(reader, run)
+    schema = table.sft_schema(whose) if form == "sft" else table.schema(whose)
+    part = path.with_name(f".{path.name}.part")
+    words = table.Words()
+    try:
+        with _WRITERS[form](part, schema) as write:
+            for rows in _gather(_rows(reader, run, min_reward, report)):
+                write(table.batch(rows, schema, words))
+        part.replace(path)
+    except (OSError, pa.ArrowException) as error:
+        raise ExportError(str(error), where=str(path), mend="free space or choose another place") from error
+    finally:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+    return report
+
+
+def _rows(reader: Reader, run: Run, min_reward: float | None, report: ExportReport) -> Iterator[table.Row]:
+    for rollout in rollouts(reader, run):
+        reason = _left_out(rollout, min_reward)
+        found = Cut()
+        if not reason and rollout.attempt_id is not None:
+            found = cut_attempt(reader, rollout.attempt_id, run.limit)
+            reason = found.fault or ("" if found.samples else "nothing_trainable")
+        if reason:
+            report.left_out[reason] += 1
+            continue
+        report.rollouts += 1
+        report.rows += len(found.samples)
+        report.tokens += found.tokens
+        report.trained_tokens += found.trained_tokens
+        report.clipped_tokens += sum(found.clipped.values())
+        report.untrained.update(reason.value for reason in found.untrained.values())
+        for sample in found.samples:
+            yield table.Row(
+                sample=sample,
+                n_samples=len(found.samples),
+                rollout_tokens=found.trained_tokens,
+                rollout_id=rollout.id,
+                group_id=rollout.group_id,
+                task_id=rollout.task_id,
+                harness=rollout.harness,
+                reward=rollout.reward,
+                kind=rollout.kind or "",
+            )
+
+
+def _left_out(rollout: Rollout, min_reward: float | None) -> str:
+    """Why no sample of the rollout is written, as far as its row tells; empty when it may be."""
+    if rollout.outcome is None or rollout.attempt_id is None:
+        return f"rollout_{rollout.state}" if rollout.outcome is None else rollout.outcome
+    if not counts_for_training(Outcome(rollout.outcome)):
+        return rollout.outcome
+    if rollout.mode == "eval":
+        return "evaluation"
+    if rollout.not_trained:
+        return rollout.not_trained
+    if min_reward is not None and (rollout.reward is None or rollout.reward < min_reward):
+        return "below_min_reward"
+    return ""
+
+
+def _gather(rows: Iterator[table.Row]) -> Iterator[list[table.Row]]:
+    """Rows in portions of ``ROW_GROUP_TOKENS``."""
+    portion: list[table.Row] = []
+    tokens = 0
+    for row in rows:
+        portion.append(row)
+        tokens += row.sample.tokens.size
+        if tokens >= ROW_GROUP_TOKENS:
+            yield portion
+            portion, tokens = [], 0
+    if portion:
+        yield portion
+
+
+@contextmanager
+def _parquet(path: Path, schema: pa.Schema) -> Iterator[Write]:
+    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+        yield writer.write_batch
+
+
+@contextmanager
+def _arrow(path: Path, schema: pa.Schema) -> Iterator[Write]:
+    options = ipc.IpcWriteOptions(emit_dictionary_deltas=True)
+    with pa.OSFile(str(path), "wb") as sink, ipc.new_file(sink, schema, options=options) as writer:
+        yield writer.write_batch
+
+
+@contextmanager
+def _jsonl(path: Path, schema: pa.Schema) -> Iterator[Write]:
+    """One object a line, and the table's metadata in each, since there is no other place."""
+    metadata = {key.decode(): value.decode() for key, value in schema.metadata.items()}
+    encoder = msgspec.json.Encoder()
+    with path.open("wb") as file:
+
+        def write(batch: pa.RecordBatch) -> None:
+            for i in range(batch.num_rows):
+                (row,) = batch.slice(i, 1).to_pylist()
+                file.write(encoder.encode({**metadata, **row}) + b"\n")
+
+        yield write
+        file.flush()
+        os.fsync(file.fileno())
+
+
+_WRITERS: dict[Format, Callable[[Path, pa.Schema], AbstractContextManager[Write]]] = {
+    "parquet": _parquet,
+    "sft": _parquet,
+    "arrow": _arrow,
+    "jsonl": _jsonl,
+}
