@@ -1,4 +1,4 @@
-"""A server in miniature: real store, lifecycle, runner routes, scheduler and local backend; the model is scripted.
+"""A server in miniature: real store, lifecycle, runner routes, scheduler, local backend; a scripted model.
 
 Calls are recorded as the proxy would, as far as outcomes need it.
 """
@@ -33,7 +33,7 @@ from forge_server.store import instance, keys
 from forge_server.store import tables as t
 from forge_server.store.database import Store
 
-CHECK = 'cmp -s answer.txt /tests/expected && r=1 || r=0\necho $r > /logs/verifier/reward.txt\n'
+CHECK = "cmp -s answer.txt /tests/expected && r=1 || r=0\necho $r > /logs/verifier/reward.txt\n"
 SOLVE = [tool("shell", command="cat word.txt"), tool("finish", answer="plum")]
 
 
@@ -87,9 +87,9 @@ class Rig:
         self.rows.append(row)
         self.changed.set()
 
-    async def until(self, what: Callable[[], Any], timeout: float = 30.0) -> Any:
+    async def until(self, what: Callable[[], Any], within: float = 30.0) -> Any:
         """Wait until ``what()`` is true; it is asked again after every event."""
-        async with asyncio.timeout(timeout):
+        async with asyncio.timeout(within):
             while not (found := what()):
                 self.changed.clear()
                 await self.changed.wait()
@@ -120,9 +120,9 @@ class Rig:
         assert (await self.lifecycle.apply(created)).applied
         return group_id
 
-    async def ended(self, n: int = 1, timeout: float = 60.0) -> list[EventRow]:
+    async def ended(self, n: int = 1, within: float = 60.0) -> list[EventRow]:
         """Wait for ``n`` rollouts to end."""
-        await self.until(lambda: len(self.of("rollout_ended")) >= n, timeout)
+        await self.until(lambda: len(self.of("rollout_ended")) >= n, within)
         return self.of("rollout_ended")
 
     async def attempts(self) -> list[dict[str, Any]]:
@@ -139,7 +139,13 @@ class Rig:
     async def record(self, attempt_id: str) -> None:
         now, seq = time.time(), self._seq.get(attempt_id, 0)
         self._seq[attempt_id] = seq + 1
-        row = {"id": self._ids.next(), "attempt_id": attempt_id, "seq": seq, "dialect": "chat", "mode": "record"}
+        row = {
+            "id": self._ids.next(),
+            "attempt_id": attempt_id,
+            "seq": seq,
+            "dialect": "chat",
+            "mode": "record",
+        }
         row |= {"request_digest": b"x", "began_at": now, "ended_at": now, "end": "ok", "status": 200}
         await self.store.insert(t.calls, row)
 
@@ -167,7 +173,9 @@ async def rig(
         await it.lifecycle.recover()
         it.run_id = await _run_and_task(it, run or {})
         all_specs = {**load_all([assets.folder("harness_specs")]), **(specs or {})}
-        limits = PlanOptions(model="forge", **{"heartbeat_s": 0.5, "grace_s": 0.5, "verify_s": 20.0, **(plan or {})})
+        limits = PlanOptions(
+            model="forge", **{"heartbeat_s": 0.5, "grace_s": 0.5, "verify_s": 20.0, **(plan or {})}
+        )
         plans = Plans(it.store, all_specs, tasks or Tasks(), limits)
         path = folder / "pod.sock"
         it.backend = LocalBackend(
@@ -211,9 +219,7 @@ def _model(it: Rig) -> Any:
 async def _run_and_task(it: Rig, changes: dict[str, Any]) -> str:
     run_id = new_id("ru")
     settings = {"name": run_id, "taskset": "s", "harness": "react", **changes}
-    await it.lifecycle.apply(
-        e.RunCreated(run_id=run_id, name=run_id, kind="train", settings=settings)
-    )
+    await it.lifecycle.apply(e.RunCreated(run_id=run_id, name=run_id, kind="train", settings=settings))
     row = {"id": "ta-1", "name": "copy", "taskset": "s", "digest": "d", "instruction": "i", "definition": {}}
 
     def write(connection: sa.Connection) -> None:

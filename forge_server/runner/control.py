@@ -5,6 +5,7 @@ Every route is idempotent, so a request whose answer was lost is simply sent aga
 
 from __future__ import annotations
 
+import binascii
 import json
 import socket
 import time
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 PATIENCE_S = 300.0  # a server that stays away longer than this ends the attempt
 BODY_LIMIT = 1 << 30
+TRIAL_MARK = "trial: "
 
 
 class Refused(Exception):
@@ -103,6 +105,35 @@ class Control:
             self._reader = None
 
     close = _drop
+
+
+class Offline:
+    """Stands in for a server in a trial: the plan and the verifier come with the launch order, and what the
+    runner has to say goes to stdout as one line.
+    """
+
+    key = ""
+
+    def __init__(self, trial: dict[str, Any]) -> None:
+        self._trial = trial
+        self._said: dict[str, Any] = {}
+
+    def clone(self) -> Offline:
+        return self
+
+    def post(self, route: str, body: dict[str, Any], *, patience: float = PATIENCE_S) -> dict[str, Any]:
+        if route == "start":
+            return {"runner_key": "", "agent_key": "", "plan": self._trial["plan"]}
+        if route == "heartbeat":
+            return {"action": "continue", "reason": "", "left_s": None}
+        if route in ("reward", "finish"):
+            self._said[route] = body
+        if route == "finish":
+            print(f"{TRIAL_MARK}{json.dumps(self._said)}", flush=True)
+        return {}
+
+    def get(self, route: str, *, patience: float = PATIENCE_S) -> bytes | None:
+        return binascii.a2b_base64(self._trial["verifier"])
 
 
 def peer_gone(sock: socket.socket) -> bool:

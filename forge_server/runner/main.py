@@ -17,7 +17,7 @@ import threading
 import time
 
 from .confine import FORGE, HOME, Box, Child, kill_user, oom_kills
-from .control import Control, Refused, Unreachable
+from .control import Control, Offline, Refused, Unreachable
 from .place import fill, folder, make_folders, write_files
 from .relay import Relay
 from .scrub import scrub
@@ -116,7 +116,8 @@ class Attempt:
         self.id: str = order["attempt"]
         self.url: str = order["url"]
         self.token: str = order["token"]
-        self.control = Control(self.url, self.id)
+        trial = order.get("trial")
+        self.control = Offline(trial) if trial else Control(self.url, self.id)
         self.stop = Stop()
         self.phase = "starting"
         self.child: Child | None = None

@@ -6,6 +6,7 @@ it), and what a killed server could not tidy up is cleared at the next start.
 """
 
 import asyncio
+import base64
 import contextlib
 import json
 import os
@@ -22,6 +23,8 @@ import structlog
 
 from forge_server.domain.errors import ForgeError
 from forge_server.domain.events import Fact
+from forge_server.domain.ids import new_id
+from forge_server.harness.plan import Plan
 from forge_server.runner.confine import kill_user
 from forge_server.runner.main import DISMISSED
 from forge_server.runner.pack import pack
@@ -33,6 +36,7 @@ from forge_server.scheduler.uids import UserIds
 
 log = structlog.get_logger(__name__)
 LOG_TAIL = 64 * 1024
+PIPE_BYTES = 32 * 1024  # what surely fits into a pipe at once
 
 
 class HarnessHome(Protocol):
@@ -59,6 +63,14 @@ class _Runner:
         self.process, self.uid, self.folder, self.log = process, uid, folder, log
         self.pidfd = os.pidfd_open(process.pid)
         self.gone = asyncio.Event()
+        self.trial: asyncio.Future[str] | None = None  # of a trial: what it printed
+
+    def write(self, text: bytes) -> None:
+        """Give it its order; if it is gone already, its exit tells."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError, ValueError):
+            self.process.stdin.write(text)
+            self.process.stdin.flush()
 
 
 class LocalBackend:
@@ -102,28 +114,51 @@ class LocalBackend:
         pack(self.forge)
 
     async def launch(self, launch: Launch) -> dict[str, Any]:
-        assert self.sandbox is not None, "not started"
         try:
             home = self._home(launch.harness)
         except ForgeError as error:
             raise LaunchFailed(Fact.LAUNCH_FAILED, {"error": str(error)}) from None
+        about = {"url": self._options.pod_url, "token": launch.join_token}
+        runner = self._start(launch.attempt_id, home, launch.memory_mb, launch.pids, about)
+        started = leftovers.started_at(runner.process.pid)
+        return {"pid": runner.process.pid, "started": started, "uid": runner.uid}
+
+    async def trial(self, plan: Plan, verifier: bytes) -> str:
+        """Run an attempt that no row knows of: ``plan``, then ``verifier``; returns what the runner printed.
+
+        Raises LaunchFailed.
+        """
+        attempt_id, limits = new_id("at"), plan.limits
+        order = {"plan": msgspec.to_builtins(plan), "verifier": base64.b64encode(verifier).decode()}
+        about = {"url": self._options.pod_url, "token": "", "trial": order}
+        runner = self._start(attempt_id, None, limits.memory_mb, limits.pids, about)
+        runner.trial = asyncio.get_running_loop().create_future()
+        try:
+            return await runner.trial
+        except asyncio.CancelledError:
+            await self.stop(attempt_id, 0.0)
+            raise
+
+    def _start(
+        self, attempt_id: str, home: Path | None, memory_mb: int, pids: int, about: dict[str, Any]
+    ) -> _Runner:
         uid = -1
         try:
             uid = self._users.take() if self._users else -1
-            return self._launch(launch, uid, home)
+            cgroups = self._cgroups.make(attempt_id, memory_mb, pids)
+            return self._spawn(attempt_id, uid, home, {**about, "cgroups": cgroups})
         except OSError as error:
             self._give_back(uid)
-            self._cgroups.remove(launch.attempt_id)
+            self._cgroups.remove(attempt_id)
             raise LaunchFailed(Fact.LAUNCH_FAILED, {"error": str(error)}) from None
 
-    def _launch(self, launch: Launch, uid: int, home: Path | None) -> dict[str, Any]:
+    def _spawn(self, attempt_id: str, uid: int, home: Path | None, about: dict[str, Any]) -> _Runner:
         sandbox = self.sandbox
-        assert sandbox is not None
-        folder = self.attempts / launch.attempt_id
+        assert sandbox is not None, "not started"
+        folder = self.attempts / attempt_id
         order = {
-            "attempt": launch.attempt_id,
-            "url": self._options.pod_url,
-            "token": launch.join_token,
+            **about,
+            "attempt": attempt_id,
             "level": sandbox.level,
             "uid": uid,
             "python": sandbox.python,
@@ -132,7 +167,6 @@ class LocalBackend:
             "env": str(home) if home else "",
             "read_only": sorted({sandbox.prefix, *_folders_of(home), *self._options.show}),
             "root": str(folder),
-            "cgroups": self._cgroups.make(launch.attempt_id, launch.memory_mb, launch.pids),
             "tidy": True,
         }
         output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the runner is gone
@@ -142,17 +176,18 @@ class LocalBackend:
             stdout=output,
             stderr=output,
             cwd="/",
-            env={"PATH": "/usr/bin:/bin", **leftovers.marks(self._options.instance, launch.attempt_id)},
+            env={"PATH": "/usr/bin:/bin", **leftovers.marks(self._options.instance, attempt_id)},
             start_new_session=True,
         )
         runner = _Runner(process, uid, folder, output)
-        self._runners[launch.attempt_id] = runner
-        asyncio.get_running_loop().add_reader(runner.pidfd, self._exited, launch.attempt_id)
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it is gone already: _exited tells
-            process.stdin.write(json.dumps(order).encode() + b"\n")
-            process.stdin.flush()
-        return {"pid": process.pid, "started": leftovers.started_at(process.pid), "uid": uid}
+        self._runners[attempt_id] = runner
+        asyncio.get_running_loop().add_reader(runner.pidfd, self._exited, attempt_id)
+        text = json.dumps(order).encode() + b"\n"
+        if len(text) <= PIPE_BYTES:
+            runner.write(text)
+        else:
+            asyncio.get_running_loop().run_in_executor(None, runner.write, text)
+        return runner
 
     async def stop(self, attempt_id: str, grace_s: float) -> None:
         runner = self._runners.get(attempt_id)
@@ -168,7 +203,7 @@ class LocalBackend:
             await runner.gone.wait()
 
     async def running(self) -> frozenset[str]:
-        return frozenset(self._runners)
+        return frozenset(name for name, runner in self._runners.items() if runner.trial is None)
 
     async def close(self, grace_s: float) -> None:
         await asyncio.gather(*(self.stop(attempt_id, grace_s) for attempt_id in tuple(self._runners)))
@@ -198,6 +233,10 @@ class LocalBackend:
         self._give_back(runner.uid)
         del self._runners[attempt_id]
         runner.gone.set()
+        if runner.trial is not None:
+            if not runner.trial.done():
+                runner.trial.set_result(text)
+            return
         assert self.sandbox is not None
         # A runner that somebody killed, or that lost its server, was not brought down by the agent, which a
         # sandbox keeps from it; one that stumbled may have been.
