@@ -1,4 +1,4 @@
-"""A whole proxy on a real socket and a real database; only the engine is scripted, to force faults and timing."""
+"""A whole proxy on a real socket and a real database; only the engine is scripted, for faults and timing."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ from forge_server.proxy.connection import ConnectionProtocol
 from forge_server.proxy.hold import Gate
 from forge_server.proxy.ports import CallPolicy
 from forge_server.proxy.routes import InferenceRoutes
-from forge_server.proxy.sessions import Sessions
+from forge_server.proxy.sessions import Session, Sessions
 from forge_server.store import tables as t
 from forge_server.store.database import Store
 from forge_server.store.keys import attempt_key, verify
@@ -55,7 +55,7 @@ def prompt_of(body: dict[str, Any]) -> list[int]:
 
 
 def result(body: dict[str, Any], text: str = "ok", **changes: Any) -> ChatResult:
-    """The engine's answer ``text``: its prompt ends with the opening id 1, its completion with the closing id 2."""
+    """The engine's answer ``text``; the prompt ends with the opening id 1, the completion with id 2."""
     prompt = np.array([*prompt_of(body), 1], np.int32)
     completion = np.array([*words(text), 2], np.int32)
     fields: dict[str, Any] = {
@@ -72,7 +72,7 @@ def result(body: dict[str, Any], text: str = "ok", **changes: Any) -> ChatResult
 
 
 class Engine:
-    """Answers ``answer N``, unless a script is given. ``asked``: bodies; ``aborted``: calls cancelled upstream."""
+    """Answers ``answer N``, unless a script is given. ``asked``: bodies; ``aborted``: cancelled calls."""
 
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
@@ -152,7 +152,9 @@ class Rig:
         await self.lifecycle.apply(
             e.RolloutCreated(rollout_id=rollout, run_id=run, harness="react", mode="record")
         )
-        await self.lifecycle.apply(e.AttemptQueued(attempt_id=attempt, rollout_id=rollout, backend="external"))
+        await self.lifecycle.apply(
+            e.AttemptQueued(attempt_id=attempt, rollout_id=rollout, backend="external")
+        )
         if running:
             await self.lifecycle.apply(e.RunnerJoined(attempt_id=attempt, nonce="n"))
             await self.lifecycle.apply(e.HarnessStarted(attempt_id=attempt, agent_s=600))
@@ -175,7 +177,7 @@ class Rig:
             versions=self.versions,
             budget_exceeded=self.budget_exceeded,
         )
-        routes = InferenceRoutes(
+        self.routes = InferenceRoutes(
             sessions=self.sessions,
             calls=self.calls,
             keys=_agent,
@@ -185,7 +187,7 @@ class Rig:
         )
         flusher = asyncio.create_task(self.sessions.run())
         try:
-            async with listening(routes) as self.url:
+            async with listening(self.routes) as self.url:
                 yield
         finally:
             flusher.cancel()
@@ -208,9 +210,19 @@ class Rig:
     async def until(self, holds: Callable[[list[Any]], bool]) -> list[Any]:
         """The rows of the attempt once they satisfy ``holds``."""
         async with asyncio.timeout(PATIENCE):
-            while not holds(rows := await self.rows()):
+            while not holds(rows := await self.rows()):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         return rows
+
+    def sessions_now(self) -> list[Session]:
+        return list(self.sessions._live.values())
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    """Wait until something that has no event of its own holds."""
+    async with asyncio.timeout(PATIENCE):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
 
 
 @contextlib.asynccontextmanager
@@ -235,9 +247,7 @@ async def listening(app: Any, **config: Any) -> AsyncIterator[str]:
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
     task = asyncio.create_task(server.serve(sockets=[sock]))
     try:
-        async with asyncio.timeout(PATIENCE):
-            while not server.started:
-                await asyncio.sleep(0.005)
+        await eventually(lambda: server.started)
         yield f"http://127.0.0.1:{sock.getsockname()[1]}"
     finally:
         server.should_exit = True
@@ -246,11 +256,12 @@ async def listening(app: Any, **config: Any) -> AsyncIterator[str]:
 
 
 @contextlib.asynccontextmanager
-async def rig(url: str, **policy: Any) -> AsyncIterator[Rig]:
+async def rig(url: str, *, keepalive_after_s: float = 60.0, **policy: Any) -> AsyncIterator[Rig]:
     """A proxy with one running attempt on a fresh database at ``url``."""
     store = Store.open(url, create=True)
     try:
         made = Rig(store)
+        made.keepalive_after_s = keepalive_after_s
         made.policy |= policy
         made.attempt = await made.new_attempt()
         async with made.serving():

@@ -84,7 +84,10 @@ async def test_a_session_is_stored_as_deltas_and_read_back_whole(proxy: Rig) -> 
     assert [row.storage_parent_id for row in rows] == [None, *(row.id for row in rows[:-1])]
     assert [row.prefix_len for row in rows[1:]] == [c.prompt.size + c.completion.size for c in stored[:-1]]
     for row, given in zip(rows, asked, strict=True):
-        assert await proxy.store.read(lambda c, id=row.id: messages.request_of(c, id)) == ([], given["messages"])
+        assert await proxy.store.read(lambda c, id=row.id: messages.request_of(c, id)) == (
+            [],
+            given["messages"],
+        )
         response = await proxy.store.read(lambda c, id=row.id: messages.response_of(c, id))
         assert response == {"role": "assistant", "content": f"answer {row.seq + 1}"}
 
@@ -143,7 +146,12 @@ async def test_ids_and_logprobs_are_stripped_from_what_the_harness_sees(proxy: R
 @pytest.mark.parametrize(
     ("error", "status", "code", "end"),
     [
-        (EngineRefused(400, "maximum context length", "context_length_exceeded"), 400, "context_length_exceeded", "rejected"),
+        (
+            EngineRefused(400, "maximum context length", "context_length_exceeded"),
+            400,
+            "context_length_exceeded",
+            "rejected",
+        ),
         (EngineRefused(400, "bad tools", "invalid_request"), 400, "invalid_request", "rejected"),
         (EngineUnavailable("the engine is away"), 503, "engine_unavailable", "upstream_error"),
     ],
@@ -209,7 +217,14 @@ async def test_the_seed_and_the_plain_distribution_are_pinned(proxy: Rig) -> Non
         await proxy.ask(client, body)
         await proxy.ask(client, body)
     first, second = proxy.engine.asked
-    wanted = {"temperature": 0.7, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "max_tokens": 4096, "model": "forge"}
+    wanted = {
+        "temperature": 0.7,
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "max_tokens": 4096,
+        "model": "forge",
+    }
     assert {name: first[name] for name in wanted} == wanted
     assert first["seed"] != second["seed"]
     assert first.keys() == {*wanted, "messages", "seed", "n", "stream"}

@@ -34,6 +34,7 @@ Send = Callable[[Any], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 KEEPALIVE_EVERY_S = 15.0
+_DRAINED = 16  # of a body that is too large, this many times the limit is read and dropped
 
 _JSON = (b"content-type", b"application/json")
 _SSE = (b"content-type", b"text/event-stream; charset=utf-8")
@@ -147,9 +148,6 @@ class InferenceRoutes:
     async def _body(self, headers: Headers, receive: Receive) -> bytes:
         if headers.get(b"content-encoding", b"identity") != b"identity":
             raise Refusal(415, "unsupported_encoding", "send the body without content-encoding")
-        length = headers.get(b"content-length", b"")
-        if length.isdigit() and int(length) > self._max_body:
-            raise self._too_large()
         parts: list[bytes] = []
         size = 0
         while True:
@@ -157,16 +155,15 @@ class InferenceRoutes:
             if message["type"] == "http.disconnect":
                 raise _Gone
             part = message.get("body", b"")
-            if part:
+            size += len(part)
+            if part and size <= self._max_body:
                 parts.append(part)
-                size += len(part)
-                if size > self._max_body:
-                    raise self._too_large()
-            if not message.get("more_body", False):
-                return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    def _too_large(self) -> Refusal:
-        return Refusal(413, "body_too_large", f"the request body is larger than {self._max_body} bytes")
+            if not message.get("more_body", False) or size > _DRAINED * self._max_body:
+                break
+        if size > self._max_body:
+            # read to its end all the same: a client that is still sending would see a reset, not the answer
+            raise Refusal(413, "body_too_large", f"the request body is larger than {self._max_body} bytes")
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def _serve(
         self,

@@ -18,7 +18,7 @@ import zstandard
 from msgspec import Raw
 from sqlalchemy.dialects import postgresql
 
-from forge_server.store.tables import call_messages, messages
+from forge_server.store.tables import call_messages, calls, messages
 from forge_server.store.writer import Row
 
 INTERN = postgresql.insert(messages).on_conflict_do_nothing().inline()
@@ -82,15 +82,19 @@ def response_of(connection: sa.Connection, call_id: int) -> dict[str, Any] | Non
 
 def _keys_of(connection: sa.Connection, call_id: int) -> tuple[int, list[bytes]] | None:
     """(number of tools, digests of all entries), along the chain of calls that each continues."""
+    attempt = sa.select(calls.c.attempt_id).where(calls.c.id == call_id).scalar_subquery()
+    rows = connection.execute(
+        sa.select(call_messages.c.call_id, call_messages.c.request)
+        .join(calls, calls.c.id == call_messages.c.call_id)
+        .where(calls.c.attempt_id == attempt, calls.c.id <= call_id)
+    )
+    packed = {row.call_id: row.request for row in rows}
     links = []
     at = call_id
     while at:
-        packed = connection.execute(
-            sa.select(call_messages.c.request).where(call_messages.c.call_id == at)
-        ).scalar_one_or_none()
-        if packed is None:
+        if at not in packed:
             return None
-        links.append(_unpack(packed))
+        links.append(_unpack(packed[at]))
         at = links[-1][0]
     keys: list[bytes] = []
     for _, shared, _, further in reversed(links):

@@ -1,0 +1,333 @@
+"""Delivery (I3) and retries: what a harness is known to have got, and which request gets which answer."""
+
+import asyncio
+import socket
+import struct
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import pytest
+from proxy_rig import PATIENCE, Rig, eventually, follow, hello, result, rig
+
+from forge_server.domain.engine import ChatResult
+from forge_server.domain.states import Delivery, Untrainable
+
+
+@pytest.fixture
+async def proxy(database_url: str) -> AsyncIterator[Rig]:
+    async with rig(database_url) as made:
+        yield made
+
+
+class Wire:
+    """A client whose every step on the socket is under the test's hand."""
+
+    def __init__(self, proxy: Rig) -> None:
+        self.proxy = proxy
+        self.sock = socket.socket()
+        self.sock.setblocking(False)
+
+    async def send(self, body: dict[str, Any], **headers: str) -> None:
+        loop = asyncio.get_running_loop()
+        if self.sock.getsockname()[1] == 0:
+            await loop.sock_connect(self.sock, ("127.0.0.1", int(self.proxy.url.rsplit(":", 1)[1])))
+        data = msgspec.json.encode(body)
+        lines = [
+            f"POST /a/{self.proxy.attempt}/v1/chat/completions HTTP/1.1",
+            "host: x",
+            f"authorization: Bearer {self.proxy.key}",
+            f"content-length: {len(data)}",
+            *(f"{name.replace('_', '-')}: {value}" for name, value in headers.items()),
+        ]
+        await loop.sock_sendall(self.sock, "\r\n".join(lines).encode() + b"\r\n\r\n" + data)
+
+    async def read(self) -> dict[str, Any]:
+        loop, data = asyncio.get_running_loop(), b""
+        async with asyncio.timeout(PATIENCE):
+            while b"\r\n\r\n" not in data:
+                data += await self._more(loop)
+            head, _, body = data.partition(b"\r\n\r\n")
+            length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+            while len(body) < length:
+                body += await self._more(loop)
+        answer: dict[str, Any] = msgspec.json.decode(body)
+        return answer
+
+    async def _more(self, loop: asyncio.AbstractEventLoop) -> bytes:
+        part = await loop.sock_recv(self.sock, 65536)
+        assert part, "the connection was closed"
+        return part
+
+    def close(self) -> None:
+        self.sock.close()
+
+    def reset(self) -> None:
+        """Close with a reset, as a process that dies with unread data does."""
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.sock.close()
+
+
+def content(answer: dict[str, Any]) -> str:
+    text: str = answer["choices"][0]["message"]["content"]
+    return text
+
+
+async def test_i3_the_next_request_on_a_connection_shows_that_the_answer_was_read(proxy: Rig) -> None:
+    wire = Wire(proxy)
+    await wire.send(hello("a"))
+    await wire.read()
+    await wire.send(hello("something else"))
+    await wire.read()
+    rows = await proxy.until(lambda rows: rows[0].delivered == Delivery.YES)
+    assert [row.delivered for row in rows] == ["yes", "unknown"]
+    wire.close()
+
+
+async def test_i3_a_last_answer_that_was_taken_is_delivered(proxy: Rig) -> None:
+    """No later prompt can show it: the connection does, open or closed in order."""
+    kept, closed = Wire(proxy), Wire(proxy)
+    for wire, text in ((kept, "a"), (closed, "b")):
+        await wire.send(hello(text))
+        await wire.read()
+    closed.close()
+    await proxy.seal()
+    assert [(row.delivered, row.untrainable) for row in await proxy.rows()] == [("yes", None), ("yes", None)]
+    kept.close()
+
+
+async def test_i3_an_answer_to_a_closing_connection_is_delivered(proxy: Rig) -> None:
+    wire = Wire(proxy)
+    await wire.send(hello(), connection="close")
+    await wire.read()
+    await proxy.until(lambda rows: rows[0].delivered == Delivery.YES)
+    wire.close()
+
+
+async def test_i3_a_connection_that_dies_during_recording_took_nothing(proxy: Rig) -> None:
+    wire = Wire(proxy)
+    answered = asyncio.Event()
+
+    async def script(body: dict[str, Any]) -> ChatResult:
+        answered.set()
+        return result(body)
+
+    write_rows = proxy.store.write_rows
+    held = asyncio.Event()
+
+    async def slow(rows: Any) -> None:
+        rows = list(rows)
+        if answered.is_set():
+            await held.wait()
+        await write_rows(rows)
+
+    proxy.engine.script = script
+    proxy.store.write_rows = slow  # type: ignore[method-assign]
+    await wire.send(hello())
+    await proxy.engine.arrived()
+    wire.reset()
+    await eventually(
+        lambda: (
+            not any(
+                session.flights and f.watchers for session in proxy.sessions_now() for f in session.flights
+            )
+        )
+    )
+    held.set()
+    (row,) = await proxy.until(lambda rows: rows[0].delivered == Delivery.NO)
+    assert row.end == "ok"
+    await proxy.seal()
+    assert [row.untrainable for row in await proxy.rows()] == [Untrainable.NOT_DELIVERED]
+
+
+async def test_i3_what_is_not_known_to_be_delivered_is_not_trained(proxy: Rig) -> None:
+    """The peer's kernel took the answer, then the peer reset the connection: nobody knows."""
+    wire = Wire(proxy)
+    await wire.send(hello())
+    await proxy.until(lambda rows: bool(rows) and rows[0].end == "ok")
+    wire.reset()
+    await proxy.seal()
+    (row,) = await proxy.rows()
+    assert row.delivered != Delivery.YES
+    assert row.untrainable in (Untrainable.DELIVERY_UNKNOWN, Untrainable.NOT_DELIVERED)
+
+
+async def test_i3_a_later_prompt_that_contains_an_answer_shows_its_delivery(proxy: Rig) -> None:
+    first = Wire(proxy)
+    await first.send(hello())
+    answer = await first.read()
+    first.reset()
+    (row,) = await proxy.until(lambda rows: rows[0].end == "ok")
+    second = Wire(proxy)
+    await second.send(follow(hello(), answer))
+    await second.read()
+    rows = await proxy.until(lambda rows: rows[0].delivered == Delivery.YES)
+    assert rows[1].parent_id == row.id
+    second.close()
+
+
+# --- retries ---
+
+
+async def _lose(proxy: Rig, wire: Wire, body: dict[str, Any], **headers: str) -> None:
+    """Ask, and lose the answer after it was recorded."""
+    await wire.send(body, **headers)
+    await proxy.until(lambda rows: bool(rows) and rows[-1].end == "ok")
+    wire.reset()
+    await eventually(
+        lambda: all(answer.lost for session in proxy.sessions_now() for answer in session._open.values())
+    )
+
+
+async def test_a_lost_answer_is_replayed_to_the_same_body(proxy: Rig) -> None:
+    await _lose(proxy, Wire(proxy), hello())
+    again = Wire(proxy)
+    await again.send(hello())
+    assert content(await again.read()) == "answer 1"
+    await again.send(hello("other"))
+    await again.read()
+    rows = await proxy.until(lambda rows: rows[0].delivered == Delivery.YES)
+    assert len(proxy.engine.asked) == 2
+    assert [row.retry_of for row in rows] == [None, rows[0].id, None]
+    assert [row.untrainable for row in rows] == [None, Untrainable.DUPLICATE, None]
+    assert rows[1].delivered == Delivery.YES
+    again.close()
+
+
+async def test_a_lost_answer_is_not_given_to_another_body(proxy: Rig) -> None:
+    await _lose(proxy, Wire(proxy), hello())
+    again = Wire(proxy)
+    await again.send(hello(max_tokens=5))
+    assert content(await again.read()) == "answer 2"
+    again.close()
+
+
+async def test_a_lost_answer_is_not_given_to_another_attempt(proxy: Rig) -> None:
+    await _lose(proxy, Wire(proxy), hello())
+    proxy.attempt = await proxy.new_attempt()
+    again = Wire(proxy)
+    await again.send(hello())
+    assert content(await again.read()) == "answer 2"
+    again.close()
+
+
+async def test_an_answer_that_was_taken_and_asked_for_again_is_a_new_call(proxy: Rig) -> None:
+    async with proxy.client() as client:
+        first, second = (await proxy.ask(client)).json(), (await proxy.ask(client)).json()
+    assert [content(first), content(second)] == ["answer 1", "answer 2"]
+    await proxy.seal()
+    rows = await proxy.rows()
+    assert [(row.delivered, row.untrainable, row.retry_of) for row in rows] == [("yes", None, None)] * 2
+
+
+RELAY = {"x_forge_relay_call": "c1"}
+KEY = {"idempotency_key": "k1"}
+RETRIED = {"x_stainless_retry_count": "1"}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "calls"),
+    [
+        ({}, {}, 2),  # two live connections with equal bodies are two calls
+        ({}, RETRIED, 1),
+        (RETRIED, {}, 2),
+        ({}, {"x_stainless_retry_count": "0"}, 2),
+        (RELAY, RELAY, 1),
+        (RELAY, {"x_forge_relay_call": "c2"}, 2),
+        (RELAY, {}, 2),
+        (KEY, KEY, 1),
+        (KEY, {"idempotency_key": "k2"}, 2),
+    ],
+)
+async def test_twins_in_flight(proxy: Rig, first: dict[str, str], second: dict[str, str], calls: int) -> None:
+    go = proxy.engine.blocked()
+    wires = [Wire(proxy), Wire(proxy)]
+    await wires[0].send(hello(), **first)
+    await proxy.engine.arrived()
+    await wires[1].send(hello(), **second)
+    if calls == 2:
+        await proxy.engine.arrived()
+    else:
+        await _watched(proxy, 2)
+    go.set()
+    answers = [content(await wire.read()) for wire in wires]
+    assert len(set(answers)) == calls == len(proxy.engine.asked)
+    rows = await proxy.rows()
+    assert [row.seq for row in rows] == [0, 1]
+    assert [row.retry_of for row in rows] == [None, None if calls == 2 else rows[0].id]
+    for wire in wires:
+        wire.close()
+
+
+async def _watched(proxy: Rig, watchers: int) -> None:
+    await eventually(
+        lambda: any(f.watchers == watchers for session in proxy.sessions_now() for f in session.flights)
+    )
+
+
+@pytest.mark.parametrize("marks", [RELAY, KEY])
+async def test_a_marked_retry_gets_the_same_answer_whatever_became_of_it(
+    proxy: Rig, marks: dict[str, str]
+) -> None:
+    """The relay says that it never got it; the kernel's word does not count against it."""
+    wire, again = Wire(proxy), Wire(proxy)
+    await wire.send(hello(), **marks)
+    await wire.read()
+    await again.send(hello(), **marks)
+    assert content(await again.read()) == "answer 1"
+    assert len(proxy.engine.asked) == 1
+    wire.close()
+    again.close()
+
+
+async def test_a_mark_on_another_body_is_another_call(proxy: Rig) -> None:
+    wire = Wire(proxy)
+    await wire.send(hello(), **KEY)
+    await wire.read()
+    await wire.send(hello("other"), **KEY)
+    assert content(await wire.read()) == "answer 2"
+    wire.close()
+
+
+async def test_a_joined_call_goes_on_when_the_first_connection_leaves(proxy: Rig) -> None:
+    go = proxy.engine.blocked()
+    first, second = Wire(proxy), Wire(proxy)
+    await first.send(hello())
+    await proxy.engine.arrived()
+    await second.send(hello(), **RETRIED)
+    await _watched(proxy, 2)
+    first.close()
+    await _watched(proxy, 1)
+    go.set()
+    assert content(await second.read()) == "answer 1"
+    assert proxy.engine.aborted == 0
+    await second.send(hello("other"))
+    await second.read()
+    rows = await proxy.until(lambda rows: rows[0].delivered == Delivery.YES)
+    assert [row.end for row in rows] == ["ok", "ok", "ok"]
+    second.close()
+
+
+async def test_a_cancelled_call_is_not_joined(proxy: Rig) -> None:
+    proxy.engine.blocked()
+    first, second = Wire(proxy), Wire(proxy)
+    await first.send(hello())
+    await proxy.engine.arrived()
+    first.close()
+    async with asyncio.timeout(PATIENCE):
+        await proxy.engine.gone.wait()
+    proxy.engine.script = proxy.engine.answer
+    await second.send(hello(), **RETRIED)
+    assert content(await second.read()) == "answer 1"
+    rows = await proxy.rows()
+    assert [(row.end, row.retry_of) for row in rows] == [("client_gone", None), ("ok", None)]
+    second.close()
+
+
+async def test_replays_do_not_use_up_the_budget(database_url: str) -> None:
+    async with rig(database_url, max_calls=1) as proxy:
+        await _lose(proxy, Wire(proxy), hello())
+        again = Wire(proxy)
+        await again.send(hello())
+        assert content(await again.read()) == "answer 1"
+        again.close()
