@@ -80,6 +80,11 @@ class Controller:
         await asyncio.gather(*(keeper.stop() for keeper in self._keepers.values()))
         self._keepers.clear()
 
+    @property
+    def driven(self) -> list[str]:
+        """Runs that have a loop."""
+        return [run_id for run_id, task in self._loops.items() if not task.done()]
+
     def follow(self, run_id: str) -> None:
         """Drive the run, unless it is driven already."""
         task = self._loops.get(run_id)

@@ -110,6 +110,12 @@ class TrainerLink:
     ) -> None:
         self._store, self._events, self._bells, self._folder = store, events, bells, folder
         self._overrides, self._lease_s, self._clock = overrides, lease_s, clock
+        self._closed = False
+
+    def close(self) -> None:
+        """End the long polls: the server stops, and its trainers ask again when it is back."""
+        self._closed = True
+        self._bells.ring_all()
 
     async def open_session(self, run_id: str, request: SessionRequest) -> SessionReply:
         """Fence off every older session. Raises NotFound, Gone (the run has ended), Conflict,
@@ -210,7 +216,7 @@ class TrainerLink:
                 self._bells.ring(run_id)
                 return found
             left = deadline - self._clock()
-            if left <= 0 or not await listen(ear, left):
+            if self._closed or left <= 0 or not await listen(ear, left):
                 return None
 
     def _take(self, connection: Connection, run_id: str, k: int, session: str) -> BatchBody | None:

@@ -27,7 +27,6 @@ class Drop(StrEnum):
     EQUAL_REWARDS = "equal_rewards"
     TOO_FEW_VALID = "too_few_valid"
     STALE = "stale"
-    NO_SIGNAL = "no_signal"
 
 
 class EndedRollout(msgspec.Struct, frozen=True, kw_only=True):
