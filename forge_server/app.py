@@ -65,6 +65,7 @@ from forge_server.scheduler.plans import PlanOptions, Plans
 from forge_server.scheduler.scheduler import Options, Scheduler
 from forge_server.scheduler.ticks import Ticks
 from forge_server.services.conversations import conversations, log_tails
+from forge_server.services.engine_watch import EngineWatch
 from forge_server.services.external import ExternalRollouts
 from forge_server.services.lookups import CallPolicies, TaskFiles
 from forge_server.services.task_import import TaskImport
@@ -159,6 +160,18 @@ class _NoEngine:
 
     async def close(self, *, keep_engine: bool = False) -> None:
         """Nothing to close."""
+
+
+def _model_folder(settings: Settings) -> Path:
+    """The folder of the initial weights. Raises ConfigError."""
+    folder = settings.path(settings.engine.model)
+    if not ((folder / "config.json").exists() or (folder / "huggingface" / "config.json").exists()):
+        raise ConfigError(
+            "there is no model (config.json) in this folder",
+            where=str(folder),
+            mend="set [engine] model to a Hugging Face folder",
+        )
+    return folder
 
 
 def load_specs(settings: Settings) -> dict[str, Spec]:
@@ -265,6 +278,7 @@ class Server:
         )
         self.ticks = Ticks()
         self._stopping = False
+        self._background: list[asyncio.Task[None]] = []
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     # --- parts that need a running loop -----------------------------------------------------------------
@@ -282,7 +296,7 @@ class Server:
             )
         settings = self.settings
         if settings.engine.model:
-            await self.policies.open(settings.path(settings.engine.model))
+            await self.policies.open(_model_folder(settings))
         serving = await self.policies.serving()
         policy = Policy(0, None)
         if serving is not None:
@@ -442,8 +456,14 @@ class Server:
     # --- life -------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        self._deliveries = asyncio.create_task(self.sessions.run(), name="deliveries")
-        self._deliveries.add_done_callback(self._ended)
+        watch = EngineWatch(
+            self.engine, self.gate, self.lifecycle.apply, lambda ready: self.scheduler.suspend(not ready)
+        )
+        self.scheduler.suspend(True)
+        for name, work in (("deliveries", self.sessions.run()), ("engine watch", watch.run())):
+            task = asyncio.create_task(work, name=name)
+            task.add_done_callback(self._ended)
+            self._background.append(task)
         self.engine.start()
         await self.scheduler.start()
         await self.controller.start()
@@ -457,11 +477,12 @@ class Server:
 
     async def stop(self, *, keep_engine: bool = False) -> None:
         """Launch nothing more, end what must not outlive us, write what is queued."""
+        self._stopping = True
         self.ticks.stop()
         await self.controller.stop()
         await self.scheduler.stop()
-        self._stopping = True
-        self._deliveries.cancel()
+        for task in self._background:
+            task.cancel()
         await self.sessions.close()
         await self.engine.close(keep_engine=keep_engine)
 

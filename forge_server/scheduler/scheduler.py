@@ -84,6 +84,7 @@ class Scheduler:
         self._dispatcher: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._accepting = False
+        self._suspended = False
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -100,6 +101,11 @@ class Scheduler:
     def set_in_flight(self, n: int) -> None:
         """Keep ``n`` attempts in flight from now on; those above it run to their end."""
         self._in_flight = n
+        self._wake.set()
+
+    def suspend(self, suspended: bool) -> None:
+        """Launch nothing while ``suspended``: an attempt without an engine would only wait."""
+        self._suspended = suspended
         self._wake.set()
 
     async def start(self) -> None:
@@ -205,7 +211,7 @@ class Scheduler:
     async def _fill(self) -> None:
         """Launch as many pending rollouts as there are free slots."""
         free = self._in_flight - len(self._live)
-        if free <= 0 or not self._accepting:
+        if free <= 0 or not self._accepting or self._suspended:
             return
         now = self._clock()
         found, moment = await self._store.read(
