@@ -2,9 +2,9 @@
 
     python benchmarks/acks.py [--url URL] [--producers 64] [--seconds 5]
 
-A call is two acknowledgements: its intent (row, packed request, one new message) and its end (update, token blob,
-answer message, reference to it), with blobs of the sizes of a 50-turn session. DESIGN §12: at least 2,500 / s on
-SQLite with synchronous=FULL and 64 producers.
+A call is two acknowledgements: its intent (row, packed request, one new message) and its end (update,
+token blob, answer message, reference to it), with blobs of the sizes of a 50-turn session. DESIGN §12:
+at least 2,500 / s on SQLite with synchronous=FULL and 64 producers.
 """
 
 import argparse

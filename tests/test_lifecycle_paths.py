@@ -7,7 +7,7 @@ import sqlalchemy as sa
 from lifecycle_world import World
 
 from forge_server.domain import events as e
-from forge_server.domain.events import Refusal
+from forge_server.domain.events import EventRow, Refusal
 from forge_server.domain.outcome import Kind, Outcome
 from forge_server.domain.states import AttemptState, RolloutState, RunState
 from forge_server.store import tables as t
@@ -236,3 +236,95 @@ async def test_retry_discards_the_attempt_and_cancel_ends_the_rollout(world: Wor
     assert (await world.apply(e.RolloutCancelled(rollout_id="ro0"))).applied
     assert (await world.rollout()).outcome is Outcome.CANCELLED
     assert (await world.apply(e.RolloutRetried(rollout_id="ro0"))).refusal is Refusal.ENDED
+
+
+async def test_i8_a_batch_is_written_once_with_its_groups_and_its_step(world: World) -> None:
+    await world.run(rollouts=2)
+    batch = e.BatchAssembled(
+        run_id="ru", k=1, group_ids=("gr",), rollout_ids=("ro0", "ro1"), sha256="a", body=b"x" * 9, stats={}
+    )
+    assert (await world.apply(batch)).applied
+    assert (await world.apply(batch)).refusal is Refusal.REPEAT
+    other = e.BatchAssembled(run_id="ru", k=1, group_ids=(), rollout_ids=(), sha256="b", body=b"y", stats={})
+    assert (await world.apply(other)).refusal is Refusal.CONFLICT
+    too_far = e.BatchAssembled(
+        run_id="ru", k=3, group_ids=(), rollout_ids=(), sha256="b", body=b"y", stats={}
+    )
+    assert (await world.apply(too_far)).refusal is Refusal.WRONG_STATE
+    assert (await world.run_row()).step == 1
+    body = await world.store.read(lambda c: c.execute(sa.select(t.batch_bodies.c.body)).scalar_one())
+    assert bytes(body) == b"x" * 9
+    trained = await world.store.read(lambda c: c.execute(sa.select(t.groups.c.batch_k)).scalar_one())
+    assert trained == 1
+    dropped = e.GroupDropped(group_id="gr", reason="stale")
+    assert (await world.apply(dropped)).refusal is Refusal.CONFLICT
+
+
+async def test_other_rows_are_written_in_the_same_transaction(world: World) -> None:
+    await world.run()
+
+    def also(connection: sa.Connection) -> None:
+        connection.execute(sa.update(t.tasks).values(reason="seen"))
+
+    def failing(connection: sa.Connection) -> None:
+        also(connection)
+        raise ValueError("no")
+
+    note = e.Noted(kind="policy_live", run_id="ru", data={"version": 3})
+    with pytest.raises(ValueError, match="no"):
+        await world.lifecycle.apply(note, also=failing)
+    assert "policy_live" not in world.kinds()
+    reason = sa.select(t.tasks.c.reason)
+    assert await world.store.read(lambda c: c.execute(reason).scalar_one()) == ""
+    await world.lifecycle.apply(note, also=also)
+    assert world.heard[-1].kind == "policy_live" and world.heard[-1].data == {"version": 3}
+    assert await world.store.read(lambda c: c.execute(reason).scalar_one()) == "seen"
+
+
+async def test_a_task_that_cannot_be_launched_is_used_no_more(world: World) -> None:
+    await world.run()
+    await world.apply(e.AttemptQueued(attempt_id="at1", rollout_id="ro0", backend="local"))
+    await world.apply(e.AttemptLaunching(attempt_id="at1", startup_s=60))
+    await world.apply(e.BackendFact(attempt_id="at1", fact=e.Fact.BAD_SPEC, evidence={"why": "no image"}))
+    assert (await world.rollout()).outcome is Outcome.TASK_FAILURE
+    state = await world.store.read(lambda c: c.execute(sa.select(t.tasks.c.state)).scalar_one())
+    assert state == "failed" and "task_failed" in world.kinds()
+
+
+async def test_unknown_ids_and_names_taken(world: World) -> None:
+    await world.run()
+    for event in (
+        e.AttemptSealed(attempt_id="no"),
+        e.RunnerFinished(attempt_id="no"),
+        e.RolloutCancelled(rollout_id="no"),
+        e.RunPaused(run_id="no", reason=""),
+        e.GroupDropped(group_id="no", reason="stale"),
+        e.AttemptQueued(attempt_id="x", rollout_id="no", backend="local"),
+    ):
+        assert (await world.apply(event)).refusal is Refusal.UNKNOWN
+    taken = e.RunCreated(run_id="ru2", name="r", kind="train", settings={})
+    assert (await world.apply(taken)).refusal is Refusal.NAME_TAKEN
+    assert (await world.lifecycle.heartbeat("no")).ended
+
+
+async def test_a_listener_that_fails_does_not_keep_the_others_from_hearing(world: World) -> None:
+    def broken(_row: EventRow) -> None:
+        raise RuntimeError("mine")
+
+    later: list[EventRow] = []
+    world.lifecycle.subscribe(broken)
+    world.lifecycle.subscribe(later.append)
+    await world.run()
+    assert [row.id for row in later] == [row.id for row in world.heard] != []
+
+
+async def test_pruned_events_leave_the_newest(world: World) -> None:
+    from forge_server.store import events
+
+    await world.run()
+    world.now += 100
+    await world.apply(e.RunPaused(run_id="ru", reason="r"))
+    newest = world.heard[-1].id
+    assert await world.store.write(lambda c: events.prune(c, world.now + 1)) == len(world.heard) - 1
+    await world.apply(e.RunResumed(run_id="ru"))
+    assert world.heard[-1].id > newest

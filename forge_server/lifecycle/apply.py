@@ -6,6 +6,7 @@ Invariant I6 lives here: every rollout ends exactly once, because every step is 
 first terminal event wins.
 """
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import Any
@@ -143,8 +144,7 @@ class Lifecycle:
         """After a start, before anything else is applied: see ``lifecycle.recover``. Safe to repeat."""
         now = self._clock()
         found = await self._store.write(lambda connection: recover.settle(connection, now))
-        for attempt_id in found.lost_attempts:
-            await self.apply(e.ServerLost(attempt_id=attempt_id))
+        await asyncio.gather(*(self.apply(e.ServerLost(attempt_id=lost)) for lost in found.lost_attempts))
         return found
 
     def _tell(self, applied: Applied) -> None:

@@ -280,7 +280,8 @@ def deadline_passed(change: Change, event: e.DeadlinePassed) -> Refusal | None:
         return Refusal.UNKNOWN
     if attempt.state is AttemptState.ENDED:
         return Refusal.ENDED
-    if not deadlines.is_due(change.connection, attempt, event.clock, change.now, event.limit_s):
+    held = deadlines.open_holds(change.connection, change.now)
+    if not deadlines.is_due(attempt, event.clock, change.now, event.limit_s, held):
         return Refusal.TOO_EARLY
     if event.clock is Clock.AGENT:
         reason = attempt.stop_reason or Kind.AGENT_TIMEOUT.value

@@ -38,17 +38,20 @@ def due(connection: sa.Connection, now: float, silence_s: float) -> list[Deadlin
         a.heartbeat_at <= now - silence_s,
     )
     query = rows.select(AttemptRow).where(a.state.in_(_live()), watched)
+    held = open_holds(connection, now)
     found = []
     for attempt in rows.fetch(connection, AttemptRow, query):
-        for kind in Clock:
-            if is_due(connection, attempt, kind, now, silence_s):
-                found.append(DeadlinePassed(attempt_id=attempt.id, clock=kind, limit_s=silence_s))
-                break
+        kind = next((kind for kind in Clock if is_due(attempt, kind, now, silence_s, held)), None)
+        if kind is not None:
+            found.append(DeadlinePassed(attempt_id=attempt.id, clock=kind, limit_s=silence_s))
     return found
 
 
-def is_due(connection: sa.Connection, attempt: AttemptRow, kind: Clock, now: float, silence_s: float) -> bool:
-    """Whether the attempt is in a state that this clock watches and its deadline is behind."""
+def is_due(attempt: AttemptRow, kind: Clock, now: float, silence_s: float, held: list[Interval]) -> bool:
+    """Whether the attempt is in a state that this clock watches and its deadline is behind.
+
+    ``held`` are the holds that last (``open_holds``).
+    """
     if attempt.state not in _WATCHED[kind]:
         return False
     if kind is Clock.HEARTBEAT:
@@ -67,7 +70,7 @@ def is_due(connection: sa.Connection, attempt: AttemptRow, kind: Clock, now: flo
     if kind is not Clock.AGENT:
         return True
     assert attempt.running_at is not None
-    return deadline + clock.uncharged(attempt.running_at, open_holds(connection, now)) <= now
+    return deadline + clock.uncharged(attempt.running_at, held) <= now
 
 
 def left(connection: sa.Connection, attempt: AttemptRow, now: float) -> float | None:

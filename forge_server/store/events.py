@@ -36,12 +36,6 @@ def append(
     return EventRow(id=int(key[0]), **values)  # type: ignore[arg-type]
 
 
-def after(connection: sa.Connection, last: int, limit: int = 500) -> list[EventRow]:
-    """The events that follow number ``last``, oldest first."""
-    query = sa.select(t.events).where(t.events.c.id > last).order_by(t.events.c.id).limit(limit)
-    return [EventRow(**row._asdict()) for row in connection.execute(query)]
-
-
 def prune(connection: sa.Connection, before: float) -> int:
     """Delete events older than ``before``; the newest one stays, so that numbers go on. How many went."""
     newest = sa.select(sa.func.max(t.events.c.id)).scalar_subquery()

@@ -41,7 +41,7 @@ holds = sa.Table(  # intervals in which calls were held or the server was down: 
     sa.Column("id", BigInt, primary_key=True, autoincrement=True),
     sa.Column("reason", sa.String(32), nullable=False),  # weight_update | server_down
     sa.Column("begin_at", sa.Double, nullable=False),
-    sa.Column("end_at", sa.Double),  # NULL while the hold lasts
+    sa.Column("end_at", sa.Double, index=True),  # NULL while the hold lasts
 )
 
 runs = sa.Table(

@@ -69,6 +69,9 @@ def upgrade() -> None:
         sa.Column("end_at", sa.Double(), nullable=True),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_holds")),
     )
+    with op.batch_alter_table("holds", schema=None) as batch_op:
+        batch_op.create_index(batch_op.f("ix_holds_end_at"), ["end_at"], unique=False)
+
     op.create_table(
         "idempotency",
         sa.Column("key", sa.String(length=128), nullable=False),
@@ -416,6 +419,9 @@ def downgrade() -> None:
     op.drop_table("messages")
     op.drop_table("instance")
     op.drop_table("idempotency")
+    with op.batch_alter_table("holds", schema=None) as batch_op:
+        batch_op.drop_index(batch_op.f("ix_holds_end_at"))
+
     op.drop_table("holds")
     op.drop_table("events")
     op.drop_table("call_tokens")
