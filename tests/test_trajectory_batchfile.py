@@ -9,6 +9,7 @@ import safetensors.numpy
 from test_trajectory_samples import SYSTEM, call, grow
 
 from forge_server.domain.states import Delivery
+from forge_server.trainer.batch import read
 from forge_server.trajectory.batchfile import BatchRollout, write_batch
 from forge_server.trajectory.samples import cover
 
@@ -72,6 +73,12 @@ def test_the_formats_own_library_reads_it(tmp_path) -> None:  # type: ignore[no-
         "max_version": "2",
         "seed": "3",
     }
+
+
+def test_the_trainer_reads_what_the_server_writes() -> None:
+    batch = read(write_batch("ru-1", 7, rollouts(), seed=3), k=7)
+    assert (batch.run, batch.rollouts, batch.trained_per_rollout()) == ("ru-1", 4, [60, 3, 60, 0])
+    assert [row.temperature for row in batch.rows] == [1.0, 1.0, np.float32(0.7), 1.0]
 
 
 def test_i8_equal_batches_are_equal_bytes_and_others_are_not() -> None:

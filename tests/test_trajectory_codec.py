@@ -119,7 +119,7 @@ def histories(draw: st.DrawFn) -> tuple[list[Call], list[int]]:
     return calls, order
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(histories())
 def test_i2_an_attempt_is_rebuilt_exactly_whatever_order_its_calls_ended_in(
     history: tuple[list[Call], list[int]],

@@ -103,7 +103,7 @@ class Oracle:
         }
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(conversations())
 def test_forest_places_every_call_where_the_oracle_does(calls: list[Spec]) -> None:
     forest, oracle = Forest(), Oracle()

@@ -116,9 +116,13 @@ class _Cutter:
             return call.untrainable
         if call.delivered is Delivery.NO:
             return Untrainable.NOT_DELIVERED
+        if call.prompt.size == 0:
+            return Untrainable.EMPTY  # a first token that follows nothing has no probability to train
         fault = count_fault(call.completion, call.logprobs, call.completion.size)
         if fault is not None:
             return fault
+        if not call.temperature > 0:
+            return Untrainable.FOREIGN_SAMPLING  # greedy choices have no gradient
         if self.forests[call.forest_key].delivery(call.id) is not Delivery.YES:
             return Untrainable.DELIVERY_UNKNOWN
         expected = 0
