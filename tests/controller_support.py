@@ -1,7 +1,7 @@
 """A server around the real store, lifecycle, controller and trainer link, with scripted neighbours.
 
-The engine's weights, the gate and the attempts are scripts; the trainer speaks the real protocol over real HTTP
-with the trainer's own client. A ``World`` can be killed at any point and made again on the same database.
+The engine's weights, the gate and the attempts are scripts; the trainer speaks the real protocol over real
+HTTP with the trainer's own client. A ``World`` can be killed at any point and made again on its database.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from forge_server.domain import events as e
 from forge_server.domain.call import VersionSpan
 from forge_server.domain.engine import SwapReport
 from forge_server.domain.ids import CallIds, new_id
-from forge_server.domain.run import RunEval, RunSettings
+from forge_server.domain.run import RunSettings
 from forge_server.evaluation.round import Evaluation
 from forge_server.lifecycle.apply import Lifecycle
 from forge_server.store import instance, keys
@@ -46,10 +46,6 @@ from forge_server.trainer.link import Link
 from forge_server.trajectory import codec
 
 LIMIT_S = 60.0
-
-
-class Crash(BaseException):
-    """Stands for SIGKILL: nothing catches it on the way out."""
 
 
 async def eventually(check: Callable[[], Any], every_s: float = 0.02) -> Any:
@@ -133,7 +129,7 @@ class _Forever:
 
 
 Reward = Callable[[e.EventRow, int, int], "float | str"]
-"""(rollout's event, step or 0, slot) -> its reward, or the kind of its end: ``infra``, ``crash``, ``hole``."""
+"""(rollout's row, step, slot) -> its reward, or the kind of its end: ``infra``, ``crash``, ``hole``."""
 
 
 class Attempts:
@@ -177,9 +173,7 @@ class Attempts:
         result = self.reward(row, row.step, row.slot)
         attempt_id = new_id("at")
         apply = self.lifecycle.apply
-        applied = await apply(
-            e.AttemptQueued(attempt_id=attempt_id, rollout_id=rollout_id, backend="external")
-        )
+        applied = await apply(e.AttemptQueued(attempt_id=attempt_id, rollout_id=rollout_id, backend="local"))
         if not applied.applied:
             return
         await apply(e.AttemptLaunching(attempt_id=attempt_id, startup_s=600))
@@ -258,7 +252,7 @@ class QuickLink(Link):
     """Gives up on a server that is away after seconds, so that no thread outlives its test."""
 
     def _call(self, *args: Any, patience_s: float, **more: Any) -> Any:
-        return super()._call(*args, patience_s=min(patience_s, 2.0), **more)
+        return super()._call(*args, patience_s=min(patience_s, 1.0), **more)
 
 
 class FakeTrainer:
@@ -285,6 +279,8 @@ class FakeTrainer:
         try:
             session = await self.open(resume_step)
             k = session.next_batch
+            if k > 1:  # the crash may have been between the checkpoint and its report
+                await self.report(k - 1, *write_checkpoint(Path(session.checkpoint_dir), self.run_id, k - 1))
             while True:
                 body = await self.batch(k)
                 if body is None:
@@ -309,10 +305,35 @@ def alternating(row: Any, step: int, slot: int) -> float:
     return float(slot % 2)
 
 
+class DyingStore(Store):
+    """Takes ``left`` more writes (None: any number)."""
+
+    left: int | None = None
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.dead = asyncio.Event()
+
+    async def write(self, *args: Any, **more: Any) -> Any:
+        await self._live()
+        return await super().write(*args, **more)
+
+    async def write_rows(self, *args: Any, **more: Any) -> None:
+        await self._live()
+        await super().write_rows(*args, **more)
+
+    async def _live(self) -> None:
+        if self.left is not None:
+            if self.left <= 0:
+                self.dead.set()
+                await asyncio.Event().wait()
+            self.left -= 1
+
+
 class World:
     """One life of the server on the database at ``url``."""
 
-    def __init__(self, store: Store, folder: Path, weights: FakeWeights, reward: Reward) -> None:
+    def __init__(self, store: DyingStore, folder: Path, weights: FakeWeights, reward: Reward) -> None:
         self.store, self.folder, self.weights = store, folder, weights
         self.lifecycle = Lifecycle(store)
         self.bells = Bells()
@@ -385,7 +406,7 @@ class World:
         await self.store.write(lambda c: c.execute(sa.insert(t.tasks), rows) and None)
 
     async def rows(self, table: sa.Table, *where: Any) -> list[Any]:
-        query = sa.select(table).where(*where)
+        query = sa.select(table).where(*where).order_by(*table.primary_key)
         return await self.store.read(lambda c: list(c.execute(query).all()))
 
     async def run_row(self, run_id: str) -> Any:
@@ -412,9 +433,12 @@ async def world(
     reward: Reward = alternating,
     *,
     drive: bool = True,
+    writes: int | None = None,
 ) -> AsyncIterator[World]:
-    """One life of a server; leaving the block is as hard on the database as a kill."""
-    store = Store.open(url, create=True)
+    """One life of a server. With ``writes`` the database takes that many more, and then never answers again:
+    what a kill leaves behind.
+    """
+    store = DyingStore.open(url, create=True)
     w = World(store, folder, weights or FakeWeights(), reward)
     w.secret = (await instance.load(store)).secret
     routes = trainer_routes(w.link, lambda key: keys.verify(w.secret, key))
@@ -428,6 +452,8 @@ async def world(
     try:
         await w.policies.open(folder / "initial")
         if drive:
+            await w.lifecycle.recover()
+            store.left = writes
             await w.attempts.start()
             await w.controller.start()
         yield w
@@ -453,6 +479,3 @@ def settings(**changes: Any) -> RunSettings:
         "max_attempts": 2,
     }
     return RunSettings(**{**base, **changes})
-
-
-__all__ = ["Crash", "RunEval"]
