@@ -1,11 +1,25 @@
 """``forge-server task …``"""
 
+import asyncio
+import tempfile
 from pathlib import Path
 
+import msgspec
+
+from forge_server import logs
+from forge_server import settings as config_tree
 from forge_server.client.http import ForgeClient
 from forge_server.client.schemas import TaskCreate
 from forge_server.commands import show as out
+from forge_server.domain.errors import TaskError
+from forge_server.domain.ids import new_id
+from forge_server.harness.plan import PlanLimits
+from forge_server.scheduler.local import LocalBackend, LocalOptions
+from forge_server.scheduler.trials import LocalTrials
 from forge_server.tasks import load
+from forge_server.tasks.task import Task
+from forge_server.tasks.validate import Validation
+from forge_server.tasks.validate import validate as validate_task
 
 COLUMNS = ("name", "taskset", "split", "state", "instruction", "reason")
 
@@ -24,3 +38,45 @@ def listing(taskset: str | None, limit: int, url: str | None, key: str | None, a
         out.rows(
             list(client.tasks(taskset, limit)), COLUMNS, as_json, empty="no tasks yet: forge-server task import"
         )
+
+
+def validate(path: str, config: str | None, as_json: bool) -> None:
+    """Raises TaskError when a task is not fit for use."""
+    settings = config_tree.load(config_tree.find_file(config))
+    logs.configure("error", "console")
+    found = asyncio.run(_validate(load.load(Path(path).resolve()), settings, as_json))
+    if as_json:
+        print(msgspec.json.encode(found).decode())
+    bad = [v.name for v in found if v.faults]
+    if bad:
+        raise TaskError(f"{len(bad)} of {len(found)} tasks are not fit for use: {', '.join(bad[:10])}")
+
+
+async def _validate(tasks: list[Task], settings: config_tree.Settings, as_json: bool) -> list[Validation]:
+    limits = PlanLimits(
+        model=settings.engine.served_model,
+        heartbeat_s=settings.scheduler.heartbeat_s,
+        agent_s=600.0,
+        verify_s=settings.scheduler.verify_s,
+        grace_s=settings.scheduler.grace_s,
+        pids=settings.local.pids,
+        memory_mb=settings.local.memory_mb,
+    )
+    found = []
+    with tempfile.TemporaryDirectory(prefix="forge-validate-") as folder:
+        options = LocalOptions(
+            instance=new_id("in"), pod_url="", folder=Path(folder), min_sandbox=settings.local.min_sandbox
+        )
+        backend = LocalBackend(options, lambda harness: None)
+        await backend.start(lambda gone: None)
+        trials = LocalTrials(backend, limits)
+        try:
+            for task in tasks:
+                result = await validate_task(task, trials)
+                found.append(result)
+                if not as_json:
+                    mark = "[red]FAIL[/]" if result.faults else "[green]ok[/]  "
+                    out.console.print(f"{mark} {result.name} {'; '.join(result.faults)}", soft_wrap=True)
+        finally:
+            await backend.close(settings.scheduler.grace_s)
+    return found

@@ -98,6 +98,17 @@ class Record(msgspec.Struct, frozen=True):
     identity: process.Identity | None = None
 
 
+def running_engine(folder: Path) -> str | None:
+    """The URL of the engine that runs with its record in ``folder``; None when there is none."""
+    try:
+        record = msgspec.json.decode((folder / "engine.json").read_bytes(), type=Record)
+    except (OSError, msgspec.MsgspecError):
+        return None
+    if record.identity is None or not process.is_alive(record.identity):
+        return None
+    return f"http://127.0.0.1:{record.port}"
+
+
 class ManagedHost:
     """One vLLM process after the other, at most one at a time."""
 

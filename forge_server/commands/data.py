@@ -1,0 +1,80 @@
+"""``forge-server export``, ``drift`` and ``check --data``: read the database beside a server that may run."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from forge_server import settings as config_tree
+from forge_server.commands import show as out
+from forge_server.domain.errors import ForgeError
+from forge_server.export import reports
+from forge_server.export.records import Run, find_run
+from forge_server.export.write import Format, export_run
+from forge_server.store.database import Store
+
+
+class DataViolations(ForgeError):
+    """The recorded data breaks an invariant."""
+
+    type = "data-violations"
+
+
+@contextmanager
+def _run(name: str, config: str | None) -> Iterator[tuple[Store, Run]]:
+    settings = config_tree.load(config_tree.find_file(config))
+    store = Store.open(settings.store_url, lock=False)
+    try:
+        yield store, find_run(store, name, settings.engine.max_model_len)
+    finally:
+        store.close()
+
+
+def export(run: str, kind: Format, path: str | None, min_reward: float | None, config: str | None) -> None:
+    with _run(run, config) as (store, found):
+        target = Path(path or f"{run}.{'parquet' if kind == 'sft' else kind}")
+        report = export_run(store, found, kind, target, min_reward=min_reward)
+    out.console.print(
+        f"{report.path}: {report.rows} samples of {report.rollouts} rollouts, "
+        f"{report.trained_tokens} of {report.tokens} tokens trained"
+    )
+    for what, counts in (("left out", report.left_out), ("calls not trained", report.untrained)):
+        if counts:
+            out.console.print(f"{what}: {out.text(dict(counts))}")
+
+
+def drift(run: str, config: str | None, as_json: bool) -> None:
+    with _run(run, config) as (store, found):
+        report = reports.drift(store, found)
+    if as_json:
+        print(msgspec.json.encode(report).decode())
+        return
+    out.one(report, False)
+    out.console.print(
+        f"[bold]merge ratio[/]  {report.merge_ratio:.2f} calls per sample\n"
+        f"[bold]overhead[/]  {report.overhead:.2f} times the tokens of one sample per attempt"
+    )
+
+
+def check(run: str, config: str | None, as_json: bool) -> None:
+    """Raises DataViolations after printing them."""
+    with _run(run, config) as (store, found):
+        report = reports.check(store, found)
+    if as_json:
+        print(msgspec.json.encode(report).decode())
+    else:
+        for name, count in sorted(report.counts.items()):
+            out.console.print(f"{count:>10}  {name}")
+        for violation in report.violations[:50]:
+            out.console.print(
+                f"[red]{violation.invariant}[/] {violation.attempt_id} call {violation.call_id}: {violation.what}"
+            )
+    if report.violations:
+        raise DataViolations(
+            f"{len(report.violations)} violations of the invariants",
+            where=f"run {run}",
+            mend="do not train on this run; its rows tell which attempts are concerned",
+        )
+    if not as_json:
+        out.console.print("the data holds: I1 to I4")
