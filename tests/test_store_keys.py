@@ -1,4 +1,4 @@
-"""I10: a key says whose it is, cannot be guessed or turned into another; the admin key is its owner's alone."""
+"""I10: a key says whose it is and cannot be guessed or made into another; the admin key is for its owner."""
 
 from pathlib import Path
 
