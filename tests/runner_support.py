@@ -5,6 +5,9 @@ alone.
 import base64
 import io
 import json
+import os
+import subprocess
+import sys
 import tarfile
 import threading
 import time
@@ -12,6 +15,8 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+from forge_server.runner.pack import pack
 
 Reply = dict[str, Any]
 
@@ -25,7 +30,7 @@ def tool(name: str, **arguments: str) -> Reply:
     return {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
-def tests_tar(script: str, **files: str) -> bytes:
+def verifier_tar(script: str, **files: str) -> bytes:
     """A verifier archive: ``test.sh`` and further files."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT) as archive:
@@ -80,6 +85,8 @@ class FakePod:
             "left_s": 60,
         }
         self.on_call: Callable[[Any], None] = lambda body: None
+        self.refuse: dict[str, int] = {}
+        self.trouble: list[int] = []
         self.finished = threading.Event()
         self.started = threading.Event()
         self.called = threading.Event()
@@ -151,6 +158,8 @@ class FakePod:
 
     def _post(self, handler: Any, body: Any) -> None:
         route = handler.path.split("/", 3)[3]
+        if route == "v1/chat/completions" and self.trouble:
+            return self._answer(handler, self.trouble.pop(0), {})
         if route == "v1/chat/completions":
             self.headers.append({k.lower(): v for k, v in handler.headers.items()})
             self.calls.append(body)
@@ -168,6 +177,8 @@ class FakePod:
             answer = {"runner_key": "runner-secret", "agent_key": "agent-key", "plan": self.plan}
         elif handler.headers.get("authorization") != "Bearer runner-secret":
             return self._answer(handler, 401, {})
+        elif route in self.refuse:
+            return self._answer(handler, self.refuse[route], {})
         elif route == "heartbeat":
             answer = self.heartbeat(body["phase"])
         if route == "events" and body["events"][0]["kind"] == "harness_started":
@@ -177,21 +188,59 @@ class FakePod:
             self.finished.set()
 
 
-def order(
-    pod: FakePod, root: Path, forge: Path, python: str, read_only: list[str], **changes: Any
-) -> dict[str, Any]:
+def order(pod: FakePod, root: Path, forge: Path, **changes: Any) -> dict[str, Any]:
+    """The launch order of an attempt, as the local backend gives it."""
     base: dict[str, Any] = {
         "attempt": "at-1",
         "url": pod.url,
         "token": "join",
         "level": "namespaces",
-        "uid": 50001,
-        "python": python,
+        "uid": 49001,
+        "python": PYTHON,
         "forge": str(forge),
         "env": "",
-        "read_only": read_only,
+        "read_only": [PREFIX],
         "root": str(root),
         "cgroups": [],
         "tidy": False,
     }
     return base | changes
+
+
+PREFIX = os.path.realpath(sys.base_prefix)
+PYTHON = os.path.realpath(getattr(sys, "_base_executable", "") or sys.executable)
+
+
+class Lab:
+    """Runs the packed runner over a ``FakePod``, as the local backend would."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.forge = folder, pack(folder / "forge")
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def begin(self, pod: FakePod, **changes: Any) -> subprocess.Popen[bytes]:
+        """Start the runner; the caller waits."""
+        given = order(pod, self.folder / "attempt", self.forge, **changes)
+        self.process = subprocess.Popen(
+            [PYTHON, "-I", "-S", str(self.forge / "runner.pyz")],
+            stdin=subprocess.PIPE,
+            env={"PATH": "/usr/bin:/bin"},
+        )
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(given).encode() + b"\n")
+        self.process.stdin.flush()
+        return self.process
+
+    def run(self, pod: FakePod, *, code: int = 0, within: float = 60.0, **changes: Any) -> FakePod:
+        """Run the attempt to its end."""
+        process = self.begin(pod, **changes)
+        assert process.wait(within) == code
+        return pod
+
+    def close(self) -> None:
+        if self.process is not None:
+            if self.process.poll() is None:
+                self.process.kill()
+                self.process.wait(10)
+            assert self.process.stdin is not None
+            self.process.stdin.close()

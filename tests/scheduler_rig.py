@@ -13,7 +13,7 @@ from typing import Any
 
 import sqlalchemy as sa
 from litestar import Litestar, Request, Response, post
-from runner_support import Reply, say, tests_tar, tool
+from runner_support import Reply, say, verifier_tar, tool
 
 from forge_server import assets
 from forge_server.api.listeners import bind_unix, serving
@@ -41,7 +41,7 @@ class Tasks:
     """One task for all."""
 
     def __init__(self, check: str = CHECK, **limits: Any) -> None:
-        self.tar = tests_tar(check, expected="plum")
+        self.tar = verifier_tar(check, expected="plum")
         self.task = TaskInput(
             instruction="Copy the word.", files=(TaskFile(path="word.txt", content=b"plum"),), **limits
         )

@@ -40,6 +40,14 @@ class FileSpec(Part, frozen=True, kw_only=True):
     source: str = ""
     mode: str = "0644"
 
+    def __post_init__(self) -> None:
+        if self.path.startswith("/") or ".." in self.path.split("/"):
+            raise ValueError(f"file path {self.path!r} leads out of the home folder")
+        if not re.fullmatch(r"0?[0-7]{3}", self.mode):
+            raise ValueError(f"file mode {self.mode!r} is not octal, such as 0644")
+        if self.source and self.content:
+            raise ValueError(f"file {self.path!r} has both content and source")
+
 
 class SideCall(Part, frozen=True, kw_only=True):
     """A call with this label is recorded but never trained: a title, a judge, a summary for a person.
@@ -53,12 +61,19 @@ class SideCall(Part, frozen=True, kw_only=True):
     user: str = ""
     tools: Literal["any", "none"] = "any"
 
+    def __post_init__(self) -> None:
+        _check_pattern(self.system)
+        _check_pattern(self.user)
+
 
 class Removal(Part, frozen=True, kw_only=True):
     """Text matching ``pattern`` is taken out of the messages of ``role``."""
 
     role: str
     pattern: str
+
+    def __post_init__(self) -> None:
+        _check_pattern(self.pattern)
 
 
 class Normalise(Part, frozen=True, kw_only=True):
@@ -104,16 +119,10 @@ class Spec(Part, frozen=True, kw_only=True):
                     raise ValueError(f"unknown placeholder {{{name}}}; known: {', '.join(PLACEHOLDERS)}")
         if self.install is None and any("{env}" in text for text in (*self.argv, *self.env.values())):
             raise ValueError("{env} is used but nothing is installed")
-        patterns = [p for rule in self.side_calls for p in (rule.system, rule.user)]
-        for pattern in (*patterns, *(rule.pattern for rule in self.normalise.remove)):
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
-        for file in self.files:
-            if file.path.startswith("/") or ".." in file.path.split("/"):
-                raise ValueError(f"file path {file.path!r} leads out of the home folder")
-            if not re.fullmatch(r"0?[0-7]{3}", file.mode):
-                raise ValueError(f"file mode {file.mode!r} is not octal, such as 0644")
-            if file.source and file.content:
-                raise ValueError(f"file {file.path!r} has both content and source")
+
+
+def _check_pattern(pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None

@@ -85,7 +85,7 @@ class Relay:
         start, headers = got
         client = reader.sock
         parts = start.split(b" ")
-        if len(parts) != 3 or b"/../" in parts[1] or not parts[1].startswith(self.prefixes):
+        if len(parts) != 3 or not self._is_inference(parts[1]):
             _answer(client, b"404 Not Found", "not_found_error", "only model requests pass here")
             return False
         if wire.value_of(headers, b"expect"):
@@ -105,6 +105,9 @@ class Relay:
         if not keep:
             line.drop()
         return keep and wire.value_of(headers, b"connection").lower() != b"close"
+
+    def _is_inference(self, path: bytes) -> bool:
+        return path.startswith(self.prefixes) and b".." not in path.lower().replace(b"%2e", b".")
 
     def _forward(self, client: socket.socket, answer: wire.Reader, no_body: bool) -> bool:
         """Pass the answer on as it comes; whether both connections may be used again."""

@@ -49,7 +49,7 @@ def unpack(data: bytes, into: str) -> None:
             if member.isdir():
                 os.makedirs(target, exist_ok=True)
                 continue
-            content = archive.extractfile(member)
+            content = archive.extractfile(member) if member.isreg() else None
             if content is None:
                 raise ValueError(f"the verifier's archive holds a special file: {member.name!r}")
             os.makedirs(os.path.dirname(target), exist_ok=True)
