@@ -14,9 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from forge_server.domain.sample import BreakReason, CallSpan, Sample
+from forge_server.trajectory.batchfile import BatchRollout, write_batch
+
 TESTS = Path(__file__).parent
 KEY = "fk-trainer-test"
-_DTYPES = {"int32": "I32", "int64": "I64", "float32": "F32", "uint8": "U8"}
 
 
 @dataclass
@@ -29,60 +31,43 @@ class Row:
     temperature: float = 1.0
     logprobs: list[float] = field(default_factory=list)  # per token; filled by ``score``
 
-    @property
-    def prompt_len(self) -> int:
-        return self.spans[0][0]
-
     def mask(self) -> np.ndarray:
         mask = np.zeros(len(self.tokens), np.uint8)
         for start, end in self.spans:
             mask[start:end] = 1
         return mask
 
+    def sample(self, index: int, version: int) -> Sample:
+        mask = self.mask()
+        return Sample(
+            index=index,
+            tokens=np.asarray(self.tokens, np.int32),
+            loss_mask=mask,
+            logprobs=np.asarray(self.logprobs, np.float32) * mask,
+            versions=np.where(mask == 1, version, -1).astype(np.int32),
+            prompt_len=self.spans[0][0],
+            spans=tuple(
+                CallSpan(n, start, end, True, version, self.temperature, "stop")
+                for n, (start, end) in enumerate(self.spans)
+            ),
+            break_reason=BreakReason.FIRST,
+        )
+
 
 def batch_body(
     k: int, rows: list[Row], groups: list[int], rewards: list[float], *, version: int = 0
 ) -> bytes:
-    """The safetensors body of batch ``k``; ``groups`` and ``rewards`` are per rollout."""
-    offsets = np.cumsum([0] + [len(row.tokens) for row in rows])
-    spans = [(index, *span) for index, row in enumerate(rows) for span in row.spans]
-    arrays = {
-        "tokens": np.concatenate([np.asarray(row.tokens, np.int32) for row in rows]),
-        "loss_mask": np.concatenate([row.mask() for row in rows]),
-        "logprobs": np.concatenate([np.asarray(row.logprobs, np.float32) * row.mask() for row in rows]),
-        "versions": np.full(offsets[-1], version, np.int32),
-        "row_offsets": offsets.astype(np.int64),
-        "prompt_len": np.array([row.prompt_len for row in rows], np.int32),
-        "rollout": np.array([row.rollout for row in rows], np.int32),
-        "rollout_group": np.array(groups, np.int32),
-        "rollout_reward": np.array(rewards, np.float32),
-        "row_temperature": np.array([row.temperature for row in rows], np.float32),
-        "span_row": np.array([span[0] for span in spans], np.int32),
-        "span_start": np.array([span[1] for span in spans], np.int32),
-        "span_end": np.array([span[2] for span in spans], np.int32),
-    }
-    metadata = {
-        "schema": "1",
-        "run": "ru-test",
-        "k": str(k),
-        "rollouts": json.dumps([f"ro-{i}" for i in range(len(groups))]),
-        "groups": json.dumps([f"gr-{g}" for g in sorted(set(groups))]),
-        "min_version": str(version),
-        "max_version": str(version),
-        "seed": "0",
-    }
-    header: dict[str, Any] = {"__metadata__": metadata}
-    position = 0
-    for name, array in arrays.items():
-        end = position + array.nbytes
-        header[name] = {
-            "dtype": _DTYPES[str(array.dtype)],
-            "shape": list(array.shape),
-            "data_offsets": [position, end],
-        }
-        position = end
-    head = json.dumps(header).encode()
-    return len(head).to_bytes(8, "little") + head + b"".join(array.tobytes() for array in arrays.values())
+    """Batch ``k`` as the server writes it; ``groups`` and ``rewards`` are per rollout."""
+    rollouts = [
+        BatchRollout(
+            rollout_id=f"ro-{index}",
+            group_id=f"gr-{group}",
+            reward=reward,
+            samples=tuple(row.sample(n, version) for n, row in enumerate(rows) if row.rollout == index),
+        )
+        for index, (group, reward) in enumerate(zip(groups, rewards, strict=True))
+    ]
+    return write_batch("ru-test", k, rollouts, seed=0)
 
 
 def weights(folder: Path) -> dict[str, np.ndarray]:

@@ -16,13 +16,15 @@ import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from forge_server.trainer import manifest
 from forge_server.trainer.errors import CheckpointInvalid
-from forge_server.trainer.update import Policy
+
+if TYPE_CHECKING:
+    from forge_server.trainer.update import Policy
 
 STATE = "state"
 METRICS = "metrics.json"
@@ -86,7 +88,7 @@ def prune(folder: Path, *, acked_step: int) -> None:
 
 
 def save(
-    policy: Policy,
+    policy: "Policy",
     folder: Path,
     *,
     step: int,
@@ -126,7 +128,7 @@ def save(
     return saved
 
 
-def load(policy: Policy, checkpoint: Checkpoint) -> None:
+def load(policy: "Policy", checkpoint: Checkpoint) -> None:
     """Restore weights, optimiser, schedule. Collective. Raises CheckpointInvalid for another world size."""
     state = checkpoint.path / STATE
     rank, world_size = dist.get_rank(), dist.get_world_size()

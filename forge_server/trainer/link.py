@@ -78,7 +78,7 @@ class Link:
                 try:
                     self.beat()
                 except Fenced as error:
-                    print(error, file=sys.stderr, flush=True)
+                    print(f"Error: {error}", file=sys.stderr, flush=True)
                     os._exit(Fenced.exit_code)
                 except (LinkFailed, OSError, http.client.HTTPException):
                     continue  # the main thread's calls decide when the server has been away for too long

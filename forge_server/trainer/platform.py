@@ -73,11 +73,15 @@ def _die_with_torchrun() -> None:
 
 
 def _limit_threads() -> None:
-    """Share the cores between the ranks of this machine, unless OMP_NUM_THREADS says otherwise."""
+    """Share half of the cores between this machine's ranks, unless OMP_NUM_THREADS says otherwise.
+
+    The other half is the engine's and the attempts': OpenMP's threads wait for each other by spinning, and on
+    a machine that is full they are slower than one.
+    """
     if "OMP_NUM_THREADS" in os.environ:
         return
     cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    torch.set_num_threads(max(1, cores // 2 // int(os.environ["LOCAL_WORLD_SIZE"])))
 
 
 def _init_gloo() -> None:

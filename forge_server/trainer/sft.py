@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 
-from forge_server.trainer import config, manifest, platform, sft_rows
+from forge_server.trainer import checkpoint, config, manifest, model, platform, sft_rows
 from forge_server.trainer.errors import CheckpointInvalid, OverrideRefused, TrainerError
 
 # Set by the command's own flags, or by what a checkpoint folder is; an override of them would be lost.
@@ -127,12 +127,6 @@ def build(
 
 def train(options: argparse.Namespace, overrides: list[str], device: str) -> str | None:
     """Train and write the checkpoint folder; returns its manifest's SHA-256 on rank 0."""
-    # veRL resolves its platform when it is first imported, so it waits until the platform has started.
-    from verl.trainer import sft_trainer
-
-    from forge_server.trainer.checkpoint import publish
-    from forge_server.trainer.update import token_log_probs
-
     if options.out.exists():
         raise CheckpointInvalid(f"{options.out} exists already; name a folder that does not")
     rows = len(sft_rows.read_rows(str(options.data), options.max_length))
@@ -145,6 +139,12 @@ def train(options: argparse.Namespace, overrides: list[str], device: str) -> str
         shutil.rmtree(work, ignore_errors=True)
         print(json.dumps({"rows": rows}), flush=True)
     built = build(options, overrides, rows=rows, work=work, device=device)
+    model.check(str(options.model))
+
+    # Seconds of imports, which come after what can be refused without them.
+    from verl.trainer import sft_trainer
+
+    from forge_server.trainer.update import token_log_probs
 
     torch.manual_seed(options.seed)
     sft_trainer.Tracking = Progress
@@ -168,7 +168,7 @@ def train(options: argparse.Namespace, overrides: list[str], device: str) -> str
         probe_ids=ids,
         probe_logprobs=logprobs,
     )
-    publish(unfinished, options.out)
+    checkpoint.publish(unfinished, options.out)
     shutil.rmtree(work)
     return sha256
 
@@ -180,7 +180,7 @@ def main() -> None:
     try:
         sha256 = train(options, overrides, device)
     except TrainerError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        print(f"Error: {error}", file=sys.stderr, flush=True)
         os._exit(error.exit_code)
     if sha256 is not None:
         print(json.dumps({"checkpoint": str(options.out), "manifest_sha256": sha256}), flush=True)

@@ -18,16 +18,15 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from forge_server.trainer import config, platform
+from forge_server.trainer import checkpoint, config, model, platform
+from forge_server.trainer.batch import read
+from forge_server.trainer.checkpoint import Checkpoint
 from forge_server.trainer.errors import RunEnded, TrainerError
 from forge_server.trainer.link import Link, Session
-
-if TYPE_CHECKING:
-    from forge_server.trainer.checkpoint import Checkpoint
 
 T = TypeVar("T")
 STOPPED = "stopped"
@@ -37,12 +36,7 @@ class Worker:
     """The job on one rank; ``link`` is None on all but rank 0."""
 
     def __init__(self, link: Link | None, device: str) -> None:
-        # veRL resolves its platform when it is first imported, so these wait until the platform has started.
-        from forge_server.trainer import checkpoint
-        from forge_server.trainer.update import Policy
-
         self.link = link
-        self.checkpoints = checkpoint
         self.session, self.resume = self._open()
         if link is not None:
             link.keep_lease(self.session.lease_s)
@@ -52,6 +46,11 @@ class Worker:
             total_steps=self.session.total_steps,
             device=device,
         )
+        model.check(self.session.model_path)
+
+        # Seconds of imports, which come after what can be refused without them.
+        from forge_server.trainer.update import Policy
+
         self.policy = Policy(built)
         if self.resume is not None:
             checkpoint.load(self.policy, self.resume)
@@ -70,7 +69,7 @@ class Worker:
             k += 1
         self._prune()
 
-    def _open(self) -> "tuple[Session, Checkpoint | None]":
+    def _open(self) -> tuple[Session, Checkpoint | None]:
         """Open the session for the checkpoint that is on disk; the first reply says where the disk is."""
         result: tuple[Session, Any] | str | None = None
         if self.link is not None:
@@ -83,18 +82,18 @@ class Worker:
             raise RunEnded(heard)
         return heard
 
-    def _open_on(self, link: Link) -> "tuple[Session, Checkpoint | None]":
+    def _open_on(self, link: Link) -> tuple[Session, Checkpoint | None]:
         world_size = dist.get_world_size()
         session = link.open(world_size=world_size, resume_step=0, resume_manifest_sha256=None)
         folder = Path(session.checkpoint_dir)
-        resume = self.checkpoints.newest_state(folder)
+        resume = checkpoint.newest_state(folder)
         if resume is not None:
             sha256 = resume.manifest_sha256
             session = link.open(world_size=world_size, resume_step=resume.step, resume_manifest_sha256=sha256)
             if session.next_batch <= resume.step:
                 # The server lost or rejected what came after: go back to where it stands.
-                resume = self.checkpoints.newest_state(folder, at_most=session.next_batch - 1)
-        self.checkpoints.discard_unfinished(folder)
+                resume = checkpoint.newest_state(folder, at_most=session.next_batch - 1)
+        checkpoint.discard_unfinished(folder)
         return session, resume
 
     def _wait_for(self, k: int) -> bytes | None:
@@ -114,8 +113,6 @@ class Worker:
                 return heard
 
     def _train(self, k: int, body: bytes) -> None:
-        from forge_server.trainer.batch import read
-
         batch = read(body, k=k)
         self._enter("training", k)
         self._prune()
@@ -127,7 +124,7 @@ class Worker:
         if export or state:
             self._enter("saving", k)
             started = time.perf_counter()
-            saved = self.checkpoints.save(
+            saved = checkpoint.save(
                 self.policy,
                 self.folder,
                 step=k,
@@ -140,7 +137,7 @@ class Worker:
             metrics["seconds/checkpoint"] = time.perf_counter() - started
         self._report(k, _finite(metrics), saved)
 
-    def _report(self, k: int, metrics: dict[str, float], saved: "Checkpoint | None") -> None:
+    def _report(self, k: int, metrics: dict[str, float], saved: Checkpoint | None) -> None:
         """Hand over what step ``k`` came to; repeated after a crash between writing and reporting."""
         if self.link is None:
             return
@@ -156,7 +153,7 @@ class Worker:
 
     def _prune(self) -> None:
         if self.link is not None:
-            self.checkpoints.prune(self.folder, acked_step=self.link.acked_step)
+            checkpoint.prune(self.folder, acked_step=self.link.acked_step)
 
     def _enter(self, phase: str, step: int) -> None:
         if self.link is not None:
@@ -197,7 +194,7 @@ def main() -> None:
     except RunEnded as ended:
         print(f"the run has ended: {ended}", flush=True)
     except TrainerError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        print(f"Error: {error}", file=sys.stderr, flush=True)
         code = error.exit_code
     if code:
         # The other ranks wait in a collective that will not come: torchrun ends them.
