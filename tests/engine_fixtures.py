@@ -2,10 +2,13 @@
 
 ``tiny_model``   session: checkpoints ``step_00000`` .. ``step_00003`` of one tiny Qwen3 (untied, float32).
 ``vllm_server``  session: vLLM on it, started with exactly the command line of a managed engine.
-``engine``       function: an EnginePool attached to it, settled on version 0 whatever ran before.
+``vllm_pool``    function: an EnginePool attached to it, settled on version 0 whatever ran before.
 """
 
+import contextlib
 import hashlib
+import os
+import signal
 import subprocess
 import time
 import urllib.error
@@ -73,7 +76,7 @@ def managed_spec(engine_env: Path, tiny: TinyModel, folder: Path) -> ManagedSpec
         folder=folder,
         served_model="forge",
         dtype="float32",
-        max_model_len=2048,
+        max_model_len=4096,
         max_num_seqs=8,
         cpu=True,
         tool_call_parser="hermes",
@@ -108,7 +111,7 @@ def vllm_server(
 
 
 @pytest.fixture
-async def engine(vllm_server: VllmServer) -> AsyncIterator[EnginePool]:
+async def vllm_pool(vllm_server: VllmServer) -> AsyncIterator[EnginePool]:
     pool = EnginePool(
         [AttachedHost(vllm_server.url)],
         model=vllm_server.model,
@@ -136,16 +139,11 @@ def _wait_listening(url: str, server: subprocess.Popen[bytes], log: Path) -> Non
 
 
 def _end(server: subprocess.Popen[bytes], folder: Path) -> None:
-    import signal
-
+    """TERM, then KILL, everything of the server's session."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         for pid in process.members(server.pid, folder.resolve()):
-            try:
-                import os
-
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-            except ProcessLookupError:
-                pass
         deadline = time.monotonic() + 20
         while process.members(server.pid, folder.resolve()) and time.monotonic() < deadline:
             server.poll()

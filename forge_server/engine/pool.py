@@ -156,7 +156,6 @@ class EnginePool:
             except weights.EngineLost as error:
                 for replica in serving:
                     replica.condemn(error.what)
-                self._notify()
                 raise
             self._policy = policy
             return report

@@ -58,6 +58,7 @@ class Replica:
         """The engine holds no known weights: end it and start afresh."""
         self._condemned = reason
         self.ready = False
+        self._changed()
         self._doubted.set()
 
     async def keep(self) -> None:
@@ -72,7 +73,6 @@ class Replica:
             except ForgeError as error:
                 self.reason = str(error)
                 await self._host.discard()
-            self._changed()
             lived = asyncio.get_running_loop().time() - began
             failures = 0 if lived > 5 * _BACKOFF_MAX_S else failures + 1
             pause = min(_BACKOFF_MAX_S, 0.25 * 2**failures)
@@ -92,6 +92,7 @@ class Replica:
             return await self._watch(client)
         finally:
             self.client, self.ready = None, False
+            self._changed()
             await client.close()
 
     async def _watch(self, client: EngineClient) -> str:
