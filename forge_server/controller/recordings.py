@@ -2,38 +2,15 @@
 
 from typing import Any
 
-import sqlalchemy as sa
 from sqlalchemy import Connection
 
-from forge_server.store import tables as t
+from forge_server.store.recordings import call_rows
 from forge_server.trajectory.attempt import Cut, cut
-from forge_server.trajectory.codec import CallRow
 
 
 def cut_attempt(connection: Connection, attempt_id: str, max_len: int) -> Cut:
     """Cut the attempt's calls into samples of at most ``max_len`` tokens; a fault is in the result."""
-    c, tokens = t.calls.c, t.call_tokens.c
-    query = (
-        sa.select(
-            c.id,
-            c.seq,
-            c.end,
-            c.delivered,
-            c.untrainable,
-            c.label,
-            c.forest_key,
-            c.storage_parent_id,
-            c.prefix_len,
-            c.finish_reason,
-            c.temperature,
-            tokens.data,
-            tokens.prompt_digest,
-        )
-        .outerjoin(t.call_tokens, tokens.call_id == c.id)
-        .where(c.attempt_id == attempt_id)
-        .order_by(c.seq)
-    )
-    return cut([CallRow(**row) for row in connection.execute(query).mappings()], max_len)
+    return cut(call_rows(connection, attempt_id), max_len)
 
 
 def sample_rows(rollout_id: str, attempt_id: str, found: Cut) -> list[dict[str, Any]]:
