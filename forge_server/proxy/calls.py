@@ -22,7 +22,7 @@ from forge_server.domain.ids import CallIds
 from forge_server.domain.outcome import Kind
 from forge_server.domain.states import CallEnd, Delivery
 from forge_server.domain.turn import Turn, as_message, from_message
-from forge_server.proxy import record, rules, sampling, transcript
+from forge_server.proxy import record, rules, sampling
 from forge_server.proxy.dialects.base import Refusal
 from forge_server.proxy.flights import Answer, Flight
 from forge_server.proxy.hold import Gate
@@ -76,7 +76,7 @@ class Calls:
         if session.refusal is not None:
             raise session.refusal
         turn, label = rules.apply(turn, session.policy.rules)
-        digest, keys = transcript.identify(turn)
+        digest, keys = session.transcript.identify(turn)
         repeated = session.replays.find(digest, marks)
         if repeated is not None:
             repeated.watchers += 1

@@ -30,13 +30,15 @@ Settle = Callable[[Delivery], None]
 
 
 class Connection:
-    """One client connection and the answers on it whose delivery is open."""
+    """One client connection and the answers on it whose delivery is open. ``gone`` is done once it is
+    lost."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
         self._fd: int = transport.get_extra_info("socket").fileno()
         self._open = True
         self._waiting: list[Settle] = []
+        self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def answered(self, settle: Settle) -> None:
         """An answer was written whole; ``settle`` is called once, when its delivery is decided."""
@@ -63,6 +65,7 @@ class Connection:
     def lost(self, error: Exception | None) -> None:
         """The connection is about to be closed (its descriptor is still valid)."""
         self._open = False
+        self.gone.set_result(None)
         if not self._waiting:
             self._fd = -1
         elif error is not None:

@@ -179,50 +179,49 @@ class InferenceRoutes:
         session = await self._sessions.open(attempt_id)
         served, own = await self._calls.begin(session, dialect.name, turn, marks_of(headers))
         stream = _Stream(send, dialect, turn)
+        connection: Connection | None = scope.get("extensions", {}).get(EXTENSION)
+        leaving = connection.gone if connection is not None else asyncio.ensure_future(receive())
         answer = served
         gone = False
         try:
             if isinstance(served, Flight):
-                answer, gone = await self._wait(served, stream, receive)
+                answer, gone = await self._wait(served, stream, leaving)
             assert isinstance(answer, Answer)
             if session.closed:
                 session.settle(answer, Delivery.NO)
                 assert session.refusal is not None
                 raise session.refusal
             row_id = None if own else await self._calls.repeat(session, dialect.name, turn, answer)
-            await self._deliver(session, answer, row_id, stream, scope, gone)
+            await self._deliver(session, answer, row_id, stream, connection, gone)
         except Refusal as refusal:
             if not stream.started:
                 raise
             await stream.finish(dialect.error_event(refusal))
         finally:
+            if connection is None:
+                leaving.cancel()
             served.watchers -= 1
             if answer is not served and isinstance(answer, Answer):
                 answer.watchers -= 1
 
-    async def _wait(self, flight: Flight, stream: "_Stream", receive: Receive) -> tuple[Answer, bool]:
+    async def _wait(
+        self, flight: Flight, stream: "_Stream", leaving: asyncio.Future[Any]
+    ) -> tuple[Answer, bool]:
         """The answer of a flight, and whether the client has left meanwhile. Leaving cancels a call that
         nobody else waits for.
         """
-        leaving = asyncio.ensure_future(receive())
         timeout: float | None = self._keepalive_after_s
-        try:
-            while not flight.task.done():
-                await asyncio.wait(
-                    {flight.task, leaving}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
-                )
-                if flight.task.done():
-                    break
-                if leaving.done():
-                    if flight.watchers == 1:
-                        flight.stop(
-                            CallEnd.CLIENT_GONE, Refusal(499, "client_gone", "the client closed the request")
-                        )
-                    raise _Gone
-                timeout = KEEPALIVE_EVERY_S if await stream.keep_alive(flight) else None
-            return flight.task.result(), leaving.done()
-        finally:
-            leaving.cancel()
+        both = (flight.task, leaving)
+        while not flight.task.done():
+            await asyncio.wait(both, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if flight.task.done():
+                break
+            if leaving.done():
+                if flight.watchers == 1:
+                    flight.stop(CallEnd.CLIENT_GONE, Refusal(499, "client_gone", "the client has left"))
+                raise _Gone
+            timeout = KEEPALIVE_EVERY_S if await stream.keep_alive(flight) else None
+        return flight.task.result(), leaving.done()
 
     async def _deliver(
         self,
@@ -230,14 +229,13 @@ class InferenceRoutes:
         answer: Answer,
         row_id: int | None,
         stream: "_Stream",
-        scope: Scope,
+        connection: Connection | None,
         gone: bool,
     ) -> None:
         """Send the answer and let the connection tell what becomes of it."""
         if gone:
             session.settle(answer, Delivery.NO, row_id)
             return
-        connection: Connection | None = scope.get("extensions", {}).get(EXTENSION)
         answer.line = connection
         try:
             await stream.answer(answer)

@@ -1,10 +1,14 @@
-"""The messages of one attempt's requests: what identifies a request, and what of it is new to the
-database."""
+"""The messages of one attempt's requests: what identifies a request, and what of it is new to the database.
+
+A session sends its whole history with every turn. Each message is digested once: later turns find its digest
+by a fast hash that serves within the attempt alone.
+"""
 
 import hashlib
 from collections.abc import Sequence
 
 import msgspec
+import xxhash
 from msgspec import Raw
 
 from forge_server.domain.turn import Turn
@@ -12,31 +16,31 @@ from forge_server.proxy.ports import Row
 from forge_server.store import messages
 
 
-def identify(turn: Turn) -> tuple[bytes, tuple[bytes, ...]]:
-    """16 bytes that two requests share when they ask the same, and the digests of the turn's entries."""
-    keys = tuple(messages.digest(entry) for entry in (*turn.tools, *turn.messages))
-    rest = (
-        len(turn.tools),
-        turn.tool_choice,
-        turn.parallel_tool_calls,
-        turn.response_format,
-        turn.stop,
-        turn.max_tokens,
-        turn.model,
-        turn.stream,
-        turn.asked,
-    )
-    whole = hashlib.blake2b(b"".join(keys), digest_size=16)
-    whole.update(msgspec.json.encode(rest))
-    return whole.digest(), keys
-
-
 class Transcript:
-    """The messages that the attempt has stored, and its latest request."""
+    """The messages that the attempt has sent and stored, and its latest stored request."""
 
     def __init__(self) -> None:
+        self._digests: dict[bytes, bytes] = {}
         self._stored: set[bytes] = set()
         self._latest: tuple[int, tuple[bytes, ...]] = (0, ())
+
+    def identify(self, turn: Turn) -> tuple[bytes, tuple[bytes, ...]]:
+        """16 bytes that two requests share when they ask the same, and the digests of the turn's entries."""
+        keys = tuple(self._digest(entry) for entry in (*turn.tools, *turn.messages))
+        rest = (
+            len(turn.tools),
+            turn.tool_choice,
+            turn.parallel_tool_calls,
+            turn.response_format,
+            turn.stop,
+            turn.max_tokens,
+            turn.model,
+            turn.stream,
+            turn.asked,
+        )
+        whole = hashlib.blake2b(b"".join(keys), digest_size=16)
+        whole.update(msgspec.json.encode(rest))
+        return whole.digest(), keys
 
     def pack(self, turn: Turn, keys: tuple[bytes, ...]) -> tuple[bytes, list[Row]]:
         """The packed request, and the rows of messages that are new here."""
@@ -54,6 +58,13 @@ class Transcript:
         """The request of ``call_id`` is in the database."""
         self._stored.update(keys)
         self._latest = (call_id, keys)
+
+    def _digest(self, entry: Raw) -> bytes:
+        quick = xxhash.xxh3_128_digest(entry)
+        known = self._digests.get(quick)
+        if known is None:
+            known = self._digests[quick] = messages.digest(entry)
+        return known
 
 
 def _common(a: tuple[bytes, ...], b: tuple[bytes, ...]) -> int:
