@@ -215,7 +215,7 @@ AGENT_MADE = [
 def test_i5_an_agent_cannot_turn_its_bad_result_into_an_infra_failure(
     made: dict[str, object], last: CallEnd | None, reward: float | None
 ) -> None:
-    """Its exit, its calls, and what the verifier finds are all that an agent can make; it was answered once."""
+    """Its exit, its calls and what the verifier finds are all that an agent can make; it was answered."""
     calls = (*OK, CallFact(1, last, "", 400 if last is CallEnd.REJECTED else None))
     verdict = classify(ended(finish=Finish(**made), reward=reward, calls=calls))  # type: ignore[arg-type]
     assert verdict.outcome in (Outcome.POLICY_FAILURE, Outcome.COMPLETED)

@@ -36,10 +36,14 @@ class Store:
         self._engine = engines.writer(url)
         self._writer: Writer | None = None
         self._closed = False
-        if writes:
-            self._writer = Writer(self._connect, self.where, self._prepared(create))
-        else:
-            self.read_now(lambda connection: schema.check(connection, self.where))
+        try:
+            if writes:
+                self._writer = Writer(self._connect, self.where, self._prepared(create))
+            else:
+                self.read_now(lambda connection: schema.check(connection, self.where))
+        except BaseException:
+            self._reader.dispose()
+            raise
 
     @classmethod
     def open(cls, url: str, *, create: bool = False, lock: bool = True) -> Self:

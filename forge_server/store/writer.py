@@ -134,6 +134,7 @@ class Writer:
             try:
                 with connection.begin():
                     _execute_together(connection, batch)
+                self.commits += 1
             except Exception as error:
                 if database_fault(error, self._where) is not None:
                     raise
@@ -142,7 +143,7 @@ class Writer:
                 else:
                     with connection.begin():
                         _execute_apart(connection, batch, self._where)
-            self.commits += 1
+                    self.commits += 1
         except BaseException as error:
             fault = error if isinstance(error, StoreError) else database_fault(error, self._where) or error
             for unit in batch:
