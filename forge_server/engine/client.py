@@ -5,18 +5,16 @@ connection that dies unused in the pool (the server closes idle ones) costs one 
 else is retried here.
 """
 
-from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlencode, urlsplit
 
-import aiohttp
 import msgspec
-from yarl import URL
 
 from forge_server.domain.engine import ChatResult, EngineUnavailable
 from forge_server.engine import answers
+from forge_server.engine.wire import Lost, Wire
 
 _KEEPALIVE_S = 4.0  # vLLM closes idle connections after 5 s: be first
-_CONNECT_S = 10.0
 
 
 class EngineClient:
@@ -26,11 +24,11 @@ class EngineClient:
         self.url = url.rstrip("/")
         self.model = model
         self._timeout_s = timeout_s
-        self._chat_url = URL(f"{self.url}/v1/chat/completions", encoded=True)
-        self._headers = {"Content-Type": "application/json"}
+        self._prefix = urlsplit(self.url).path
+        headers = {"Content-Type": "application/json"}
         if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
-        self._session: aiohttp.ClientSession | None = None
+            headers["Authorization"] = f"Bearer {api_key}"
+        self._wire = Wire(self.url, headers, idle_s=_KEEPALIVE_S)
 
     async def chat(
         self, body: dict[str, Any], *, request_id: str, known: ChatResult | None = None
@@ -41,8 +39,8 @@ class EngineClient:
         """
         forced = {"model": self.model, "stream": False, "return_token_ids": True, "logprobs": True}
         payload = msgspec.json.encode({**body, **forced})
-        headers = {**self._headers, "X-Request-Id": request_id}
-        status, data = await self._send("POST", self._chat_url, payload, headers, self._timeout_s)
+        headers = {"X-Request-Id": request_id}
+        status, data = await self._send("POST", "/v1/chat/completions", payload, self._timeout_s, headers)
         if status != 200:
             raise answers.failure(status, data)
         return answers.chat_result(data, known)
@@ -62,9 +60,9 @@ class EngineClient:
         timeout_s: float = 60.0,
     ) -> Any:
         """Any other endpoint; its JSON, or None for an empty answer. Raises as ``chat`` does."""
-        url = URL(self.url + path).with_query(query or {})
+        target = f"{path}?{urlencode(query)}" if query else path
         payload = msgspec.json.encode(body) if body is not None else b""
-        status, data = await self._send(method, url, payload, self._headers, timeout_s)
+        status, data = await self._send(method, target, payload, timeout_s)
         if status != 200:
             raise answers.failure(status, data)
         try:
@@ -79,57 +77,29 @@ class EngineClient:
 
     async def close(self) -> None:
         """Close every connection; calls in flight fail."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        self._wire.close()
 
     async def _send(
-        self, method: str, url: URL, payload: bytes, headers: dict[str, str], timeout_s: float
+        self,
+        method: str,
+        target: str,
+        payload: bytes,
+        timeout_s: float,
+        headers: dict[str, str] | None = None,
     ) -> tuple[int, bytes]:
-        session = self._session or self._open()
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=timeout_s)
         retried = False
         while True:
-            seen = SimpleNamespace(reused=False, answered=False)
             try:
-                async with session.request(
-                    method, url, data=payload, headers=headers, timeout=timeout, trace_request_ctx=seen
-                ) as response:
-                    seen.answered = True
-                    return response.status, await response.read()
-            except aiohttp.ConnectionTimeoutError:
-                raise self._away(f"no connection within {_CONNECT_S:g} s", False) from None
-            except TimeoutError:  # also aiohttp's own, a ClientError too
+                return await self._wire.exchange(method, self._prefix + target, payload, timeout_s, headers)
+            except TimeoutError:
                 raise self._away(f"no answer within {timeout_s:g} s", True) from None
-            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
-                if seen.reused and not seen.answered and not retried:
+            except Lost as lost:
+                if lost.stale and not retried:
                     retried = True
                     continue
-                sent = not isinstance(error, aiohttp.ClientConnectorError)
-                raise self._away(str(error) or "it closed the connection", sent) from None
-            except aiohttp.ClientError as error:
-                raise self._away(str(error) or type(error).__name__, True) from None
+                raise self._away(str(lost), lost.sent) from None
 
     def _away(self, why: str, sent: bool) -> EngineUnavailable:
         return EngineUnavailable(
             f"the engine is away ({why})", where=self.url, mend="see the engine's log", sent=sent
         )
-
-    def _open(self) -> aiohttp.ClientSession:
-        trace = aiohttp.TraceConfig()
-        trace.on_connection_reuseconn.append(_mark_reused)
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-            read_bufsize=2**18,
-            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
-            trace_configs=[trace],
-        )
-        return self._session
-
-
-async def _mark_reused(
-    session: aiohttp.ClientSession, context: SimpleNamespace, params: aiohttp.TraceConnectionReuseconnParams
-) -> None:
-    context.trace_request_ctx.reused = True
