@@ -13,7 +13,7 @@ from typing import Any
 
 import sqlalchemy as sa
 from litestar import Litestar, Request, Response, post
-from runner_support import Reply, say, verifier_tar, tool
+from runner_support import Reply, say, tool, verifier_tar
 
 from forge_server import assets
 from forge_server.api.listeners import bind_unix, serving
@@ -29,6 +29,7 @@ from forge_server.lifecycle.apply import Lifecycle
 from forge_server.scheduler.local import LocalBackend, LocalOptions
 from forge_server.scheduler.plans import PlanOptions, Plans
 from forge_server.scheduler.scheduler import Options, Scheduler
+from forge_server.scheduler.ticks import Ticks
 from forge_server.store import instance, keys
 from forge_server.store import tables as t
 from forge_server.store.database import Store
@@ -125,6 +126,12 @@ class Rig:
         await self.until(lambda: len(self.of("rollout_ended")) >= n, within)
         return self.of("rollout_ended")
 
+    async def quiet(self, within: float = 30.0) -> None:
+        """Wait until no runner is left."""
+        async with asyncio.timeout(within):
+            for runner in tuple(self.backend._runners.values()):
+                await runner.gone.wait()
+
     async def attempts(self) -> list[dict[str, Any]]:
         query = sa.select(t.attempts).order_by(t.attempts.c.id)
         return await self.store.read(lambda c: [dict(row._mapping) for row in c.execute(query)])
@@ -185,15 +192,25 @@ async def rig(
             lambda harness: None,
         )
         it.scheduler = Scheduler(
-            it.store, it.lifecycle, it.backend, plans, me.secret, Options(**{"in_flight": 4, **options})
+            it.store,
+            it.lifecycle,
+            it.backend,
+            plans,
+            me.secret,
+            Options(**{"in_flight": 4, "heartbeat_s": 0.0, **options}),
         )
         app = Litestar(
             [*pod_routes(it.lifecycle, plans, it.store, me.secret), _model(it)], exception_handlers=HANDLERS
         )
         async with serving(app, [bind_unix(path)]):
+            ticks = Ticks()
             if start:
                 await it.scheduler.start()
+                ticks.every(0.2, "deadlines", it.scheduler.sweep)
+                ticks.every(1.0, "reconcile", it.scheduler.reconcile)
+                ticks.start()
             yield it
+            ticks.stop()
             await it.scheduler.stop()
             assert not await it.backend.running()
     finally:

@@ -1,14 +1,35 @@
 """Real attempts through the real scheduler, lifecycle, runner routes and sandbox."""
 
-import pytest
-from scheduler_rig import rig, solve
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
+import pytest
+from scheduler_rig import CALL, Tasks, rig, script_spec, solve
+
+from forge_server.domain import events as e
+from forge_server.domain.errors import EnvironmentMissing, SandboxError
 from forge_server.harness.plan import PlanLimits
+from forge_server.scheduler import leftovers
+from forge_server.scheduler.sandbox import probe
 from forge_server.scheduler.trials import LocalTrials
+from forge_server.scheduler.uids import UserIds
 from forge_server.tasks.lines import read_line
 from forge_server.tasks.validate import validate
 
 pytestmark = pytest.mark.sandbox
+
+PLUM = "echo -n plum > answer.txt\n"
+
+
+async def outcome(tmp_path, script, *, tasks=None, **options):
+    """Outcome, kind and reward of one rollout whose harness is ``script``."""
+    async with rig(tmp_path, specs={"script": script_spec(script)}, tasks=tasks, **options) as it:
+        await it.group(harness="script", max_attempts=1)
+        (ended,) = await it.ended()
+        return ended.data["outcome"], ended.data["kind"], ended.data["reward"]
 
 
 async def test_attempts_run_and_are_rewarded(tmp_path):
@@ -19,15 +40,185 @@ async def test_attempts_run_and_are_rewarded(tmp_path):
         assert [row.data["outcome"] for row in ended] == ["completed"] * 6, await it.log("runner")
         assert {row.data["reward"] for row in ended} == {1.0}
         assert await it.log("harness") == "react: 2 calls\n" * 6
+        await it.quiet()
+        assert list(it.backend.attempts.iterdir()) == []
 
 
 async def test_a_task_is_validated_in_the_sandbox(tmp_path):
-    line = {
-        "name": "a",
-        "instruction": "Write plum.",
-        "verify": {"answer_file": "answer.txt", "equals": "plum"},
-    }
+    verify = {"answer_file": "answer.txt", "equals": "plum"}
+    line = {"name": "a", "instruction": "Write plum.", "verify": verify}
     limits = PlanLimits(model="m", heartbeat_s=1, agent_s=60, verify_s=20, grace_s=1, pids=64, memory_mb=256)
     async with rig(tmp_path) as it:
         found = await validate(read_line(line, "line 1"), LocalTrials(it.backend, limits))
     assert (found.gold_reward, found.idle_reward, found.faults) == (1.0, 0.0, ())
+
+
+async def test_a_harness_that_exits_at_once_is_ours_to_mend(tmp_path):
+    """No call was made: nothing of the policy's is in it."""
+    assert await outcome(tmp_path, "exit 3") == ("infra_failure", "harness_no_call", None)
+
+
+async def test_a_harness_that_fails_after_a_call_keeps_its_reward(tmp_path):
+    got = await outcome(tmp_path, CALL + PLUM + "call; exit 3")
+    assert got == ("policy_failure", "harness_exit", 1.0)
+
+
+async def test_a_harness_that_never_ends_is_timed_out(tmp_path):
+    script = CALL + PLUM + "call; trap '' TERM; while :; do sleep 0.2; done"
+    got = await outcome(tmp_path, script, run={"max_seconds": 3.0})
+    assert got == ("policy_failure", "agent_timeout", 1.0)
+
+
+@pytest.mark.parametrize("word", ["banana", "nan", "1e9"])
+async def test_a_verifier_that_prints_nonsense(tmp_path, word):
+    tasks = Tasks(f"echo {word} > /logs/verifier/reward.txt\n")
+    got = await outcome(tmp_path, CALL + "call", tasks=tasks)
+    assert got == ("policy_failure", "verifier_crash", 0.0)
+
+
+async def test_a_verifier_brought_down_by_the_agent_wins_nothing(tmp_path):
+    """The agent leaves something on which the verifier crashes: the minimum reward, and no second try."""
+    tasks = Tasks(". ./answer.txt; echo 0 > /logs/verifier/reward.txt\n")
+    got = await outcome(tmp_path, CALL + "call; echo 'kill -9 $$' > answer.txt", tasks=tasks)
+    assert got == ("policy_failure", "verifier_crash", 0.0)
+
+
+async def test_a_verifier_that_never_ends(tmp_path):
+    got = await outcome(tmp_path, CALL + "call", tasks=Tasks("sleep 1000\n"), plan={"verify_s": 1.0})
+    assert got == ("policy_failure", "verifier_crash", 0.0)
+
+
+async def test_memory_is_limited(tmp_path):
+    """The hog dies, the machine and the runner do not; the policy bears it."""
+    hog = '"$PY" -I -S -c "x = bytearray(400 << 20)"'
+    got = await outcome(tmp_path, CALL + f"call; {hog}; exit 9", plan={"memory_mb": 100})
+    assert got == ("policy_failure", "oom_agent", 0.0)
+
+
+async def test_a_killed_runner_is_an_infra_failure_and_tried_again(tmp_path):
+    async with rig(tmp_path, specs={"script": script_spec(CALL + PLUM + "call; sleep 1000")}) as it:
+        await it.group(harness="script", max_attempts=2)
+        await it.until(lambda: it.of("attempt_running"))
+        (attempt,) = await it.attempts()
+        os.kill(attempt["handle"]["pid"], signal.SIGKILL)
+        (pending,) = await it.until(lambda: it.of("rollout_pending"))
+        first = it.of("attempt_ended")[0]
+        assert (first.data["outcome"], first.data["kind"]) == ("infra_failure", "runner_lost")
+        await it.until(lambda: len(it.of("attempt_running")) == 2)
+        assert pending.rollout_id == first.rollout_id
+
+
+async def test_a_cancelled_rollout_leaves_nothing(tmp_path):
+    async with rig(
+        tmp_path, specs={"script": script_spec("trap '' TERM; sleep 1000")}, stop_grace_s=1.0
+    ) as it:
+        await it.group(harness="script")
+        (running,) = await it.until(lambda: it.of("attempt_running"))
+        await it.lifecycle.apply(e.RolloutCancelled(rollout_id=running.rollout_id))
+        await it.quiet()
+
+
+async def test_a_runner_that_hangs_is_missed(tmp_path):
+    """A runner that is stopped sends no heartbeat; its sandbox goes with it."""
+    async with rig(
+        tmp_path,
+        specs={"script": script_spec("sleep 1000")},
+        heartbeat_lost_s=1.5,
+        stop_grace_s=0.5,
+    ) as it:
+        await it.group(harness="script", max_attempts=1)
+        await it.until(lambda: it.of("attempt_running"))
+        (attempt,) = await it.attempts()
+        os.kill(attempt["handle"]["pid"], signal.SIGSTOP)
+        (ended,) = await it.ended()
+        assert ended.data["kind"] == "runner_lost"
+
+
+async def test_a_missing_environment_is_said(tmp_path):
+    def missing(harness):
+        raise EnvironmentMissing("mini is not installed", mend="run env create")
+
+    async with rig(tmp_path) as it:
+        it.backend._home = missing
+        await it.group(max_attempts=1)
+        await it.ended()
+        (attempt,) = await it.attempts()
+        assert "mini is not installed" in attempt["evidence"]["details"]["error"]
+
+
+async def test_a_killed_server_leaves_nothing_after_its_restart(tmp_path):
+    """SIGKILL in the middle of two attempts: their processes die with it, the restart clears the rest and the
+    rollouts are attempted again, uncharged.
+    """
+    here = Path(__file__).parent
+    victim = subprocess.Popen(  # noqa: ASYNC220
+        [sys.executable, str(here / "scheduler_victim.py"), str(tmp_path)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": f"{here}:{here.parent}"},
+    )
+    with victim:
+        assert b"up\n" in iter(victim.stdout.readline, b"")
+        runners = marked_runners(tmp_path)
+        assert len(runners) == 2
+        os.kill(runners[0], signal.SIGSTOP)  # one that cannot notice the server's death
+        victim.kill()
+        victim.wait(20)
+    async with rig(tmp_path, specs={"endless": script_spec(CALL + PLUM + "call", name="endless")}) as it:
+        assert set(marked_runners(tmp_path)).isdisjoint(runners)
+        ended = await it.ended(2)
+        assert [(row.data["outcome"], row.data["reward"]) for row in ended] == [("completed", 1.0)] * 2
+        kinds = [(a["number"], a["kind"]) for a in await it.attempts()]
+        assert sorted(kinds) == [(1, "server_lost"), (1, "server_lost"), (2, "ok"), (2, "ok")]
+    assert marked_runners(tmp_path) == []
+
+
+def marked_runners(folder):
+    """Runner processes whose programs lie below ``folder``."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                words = Path(f"/proc/{name}/cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if f"{folder}/local/forge/runner.pyz".encode() in words:
+                found.append(int(name))
+    return found
+
+
+def test_a_strangers_process_is_never_killed(tmp_path):
+    """Only the words of this very instance make a process ours."""
+    with subprocess.Popen(["sleep", "1000"], env=leftovers.marks("in-other", "at-1")) as other:
+        try:
+            assert leftovers.kill_runners("in-mine") == 0
+            assert other.poll() is None
+            assert leftovers.kill_runners("in-other") == 1
+            assert other.wait(10) == -signal.SIGKILL
+        finally:
+            other.kill()
+
+
+def test_below_the_demanded_level_nothing_starts(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(
+        SandboxError, match=r"'namespaces' is demanded.*bubblewrap is not installed; install it"
+    ):
+        probe("namespaces")
+    assert probe("none").level in ("user", "none")
+
+
+def test_the_level_is_stated():
+    assert str(probe("namespaces")) == "namespaces (bubblewrap, own user)"
+
+
+def test_user_ids_are_never_shared(tmp_path):
+    first, second = UserIds.hold(tmp_path), UserIds.hold(tmp_path)
+    taken = [first.take(), first.take(), second.take()]
+    assert len(set(taken)) == 3
+    first.give_back(taken[0])
+    assert first.take() == taken[0]
+    first.close()
+    third = UserIds.hold(tmp_path)
+    assert third.take() == taken[0]
+    second.close()
+    third.close()

@@ -115,7 +115,7 @@ class LocalBackend:
 
     async def launch(self, launch: Launch) -> dict[str, Any]:
         try:
-            home = self._home(launch.harness)
+            home = await asyncio.to_thread(self._home, launch.harness)  # it may have to be installed
         except ForgeError as error:
             raise LaunchFailed(Fact.LAUNCH_FAILED, {"error": str(error)}) from None
         about = {"url": self._options.pod_url, "token": launch.join_token}

@@ -50,15 +50,15 @@ class Plans(Protocol):
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     """Times in seconds. ``missing_s``: how long a row may be without its process before it is believed
-    gone."""
+    gone; ``heartbeat_s``: how often runners report, so that a restarted server hears them before it sweeps.
+    """
 
     in_flight: int
     startup_s: float = 120.0
     heartbeat_lost_s: float = 60.0
     stop_grace_s: float = 10.0
     missing_s: float = 30.0
-    sweep_s: float = 1.0
-    reconcile_s: float = 10.0
+    heartbeat_s: float = 5.0
 
 
 class Scheduler:
@@ -85,6 +85,7 @@ class Scheduler:
         self._tasks: set[asyncio.Task[None]] = set()
         self._accepting = False
         self._suspended = False
+        self._sweep_from = float("inf")
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -115,6 +116,7 @@ class Scheduler:
         self._live = {attempt.attempt_id for attempt in live}
         self._lifecycle.subscribe(self._heard)
         self._accepting = True
+        self._sweep_from = self._clock() + self._options.heartbeat_s
         self._note_idle()
         self._wake.set()
         self._dispatcher = asyncio.create_task(self._dispatch(), name="dispatcher")
@@ -145,6 +147,8 @@ class Scheduler:
 
     async def sweep(self) -> None:
         """Tick: apply the deadlines that are behind."""
+        if self._clock() < self._sweep_from:
+            return
         for passed in await self._lifecycle.due(self._options.heartbeat_lost_s):
             await self._lifecycle.apply(passed)
 
