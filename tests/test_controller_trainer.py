@@ -1,0 +1,162 @@
+"""Trainer processes: started, watched, restarted, taken over, ended; with a stand-in for torchrun."""
+
+import asyncio
+import os
+import signal
+import stat
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import sqlalchemy as sa
+
+from forge_server.controller import keeper as keeper_module
+from forge_server.controller import processes
+from forge_server.controller.keeper import Keeper
+from forge_server.controller.launcher import AttachLauncher, TrainerJob
+from forge_server.controller.local_trainer import LocalLauncher
+from forge_server.domain.errors import TrainerError
+from forge_server.store import tables as t
+from tests.controller_support import FakeLauncher, eventually, settings, world
+
+pytestmark = pytest.mark.timeout(120)
+
+# Like torchrun: a parent, and a worker in a session of its own that outlives a killed parent.
+_TORCHRUN = """#!/bin/sh
+echo "started with $* for $FORGE_TRAINER_RUN" >> started
+setsid sleep 300 &
+wait $!
+"""
+_FAILING = """#!/bin/sh
+echo "started" >> started
+echo "OverrideRefused: Error: no such key"
+exit 1
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Any:
+    made = TrainerJob(
+        run_id=f"ru-{os.getpid()}-{tmp_path.name[-12:]}", url="u", key="k", folder=tmp_path / "run"
+    )
+    yield made
+    for pid in processes.with_environment(f"FORGE_TRAINER_RUN={made.run_id}"):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _launcher(tmp_path: Path, script: str = _TORCHRUN) -> LocalLauncher:
+    program = tmp_path / "env" / "bin" / "torchrun"
+    program.parent.mkdir(parents=True, exist_ok=True)
+    program.write_text(script)
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+
+    async def environment() -> Path:
+        return tmp_path / "env"
+
+    return LocalLauncher(environment, tmp_path / "staging", nproc=2, device="cpu", threads=1, grace_s=5.0)
+
+
+def _processes(job: TrainerJob) -> list[int]:
+    return processes.with_environment(f"FORGE_TRAINER_RUN={job.run_id}")
+
+
+def _starts(job: TrainerJob) -> int:
+    file = job.folder / "started"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+async def _started(job: TrainerJob, starts: int = 1) -> None:
+    await eventually(lambda: _starts(job) >= starts and len(_processes(job)) >= 2)
+
+
+async def test_it_is_started_in_its_environment_and_ended_with_its_workers(
+    tmp_path: Path, job: TrainerJob
+) -> None:
+    trainer = await _launcher(tmp_path).launch(job)
+    await _started(job)
+    text = (job.folder / "started").read_text()
+    assert "--nproc-per-node=2 -m forge_server.trainer.worker" in text and job.run_id in text
+    assert (tmp_path / "staging" / "forge_server" / "trainer" / "worker.py").exists()
+    await trainer.stop()
+    assert "signal" in await trainer.wait() and not _processes(job)
+
+
+async def test_the_next_server_takes_it_over(tmp_path: Path, job: TrainerJob) -> None:
+    await _launcher(tmp_path).launch(job)
+    await _started(job)
+    before = sorted(_processes(job))
+    adopted = await _launcher(tmp_path).launch(job)
+    assert sorted(_processes(job)) == before and _starts(job) == 1
+    waiting = asyncio.create_task(adopted.wait())
+    await adopted.stop()
+    assert "gone" in await waiting
+
+
+async def test_what_cannot_be_ours_is_ended_before_a_new_one_starts(tmp_path: Path, job: TrainerJob) -> None:
+    await _launcher(tmp_path).launch(job)
+    await _started(job)
+    before = set(_processes(job))
+    moved = msgspec.structs.replace(job, url="another port")
+    trainer = await _launcher(tmp_path).launch(moved)
+    await _started(job, 2)
+    assert not before & set(_processes(job))
+    await trainer.stop()
+
+
+async def test_workers_of_a_killed_torchrun_do_not_stay(tmp_path: Path, job: TrainerJob) -> None:
+    launcher = _launcher(tmp_path)
+    trainer = await launcher.launch(job)
+    await _started(job)
+    record = msgspec.json.decode((job.folder / "trainer.json").read_bytes())
+    os.kill(record["pid"], signal.SIGKILL)
+    assert "signal 9" in await trainer.wait()
+    assert _processes(job)  # the worker is still there
+    await launcher.sweep(job.run_id)
+    assert not _processes(job)
+
+
+async def test_one_that_keeps_dying_is_given_up_with_its_last_words(
+    database_url: str, tmp_path: Path, job: TrainerJob
+) -> None:
+    async with world(database_url, tmp_path, drive=False) as w:
+        gave_up = asyncio.Event()
+        keeper = Keeper(w.store, _launcher(tmp_path, _FAILING), job, gave_up.set, first_backoff_s=0.01)
+        await asyncio.wait_for(gave_up.wait(), 60)
+        assert isinstance(keeper.fault, TrainerError) and "no such key" in str(keeper.fault)
+        assert _starts(job) == keeper_module.MAX_DEATHS
+        await keeper.stop()
+
+
+async def test_a_missing_environment_says_how_to_make_it(tmp_path: Path, job: TrainerJob) -> None:
+    launcher = _launcher(tmp_path)
+    (tmp_path / "env" / "bin" / "torchrun").unlink()
+    with pytest.raises(TrainerError, match="env create trainer"):
+        await launcher.launch(job)
+
+
+async def test_a_lost_lease_brings_a_new_trainer(database_url: str, tmp_path: Path) -> None:
+    async with world(database_url, tmp_path) as w:
+        await w.tasks()
+        run_id = await w.runs.create(settings())
+        await eventually(lambda: w.rows(t.batches))
+        await eventually(lambda: w.launcher.launched)
+        assert len(w.launcher.launched) == 1
+        await w.trainer(run_id).open()
+        lapse = sa.update(t.trainer_sessions).values(lease_until=0.0)
+        await w.store.write(lambda c: c.execute(lapse) and None)
+        keeper = Keeper(
+            w.store, launcher := FakeLauncher(), w.launcher.launched[0], lambda: None, start_s=0.05
+        )
+        await eventually(lambda: launcher.swept)
+        await keeper.stop()
+        assert (await w.run_row(run_id)).state == "active"
+
+
+async def test_attach_writes_the_command_for_a_person(tmp_path: Path, job: TrainerJob) -> None:
+    trainer = await AttachLauncher("cuda", 8).launch(job)
+    command = job.folder / "trainer-command.sh"
+    assert "FORGE_TRAINER_KEY=k" in command.read_text() and "--nproc-per-node 8" in command.read_text()
+    assert command.stat().st_mode & 0o077 == 0
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(trainer.wait(), 0.05)
