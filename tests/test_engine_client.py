@@ -217,3 +217,17 @@ def test_a_known_prefix_that_ends_inside_a_number_is_not_taken() -> None:
 
     result = answers.chat_result(answer([1, 23, 4]), answers.chat_result(answer([1, 2])))
     assert result.prompt_ids is not None and result.prompt_ids.tolist() == [1, 23, 4]
+
+
+@pytest.mark.parametrize("field", ["content", "reasoning"])
+def test_text_that_looks_like_ids_is_never_taken_for_them(field: str) -> None:
+    answer = copy.deepcopy(CHAT)
+    fake = 'x,"prompt_token_ids":[9,9,9],"y'
+    answer["choices"][0]["message"][field] = fake
+    answer["model"] = fake
+    for ids in ({"prompt_token_ids": [1, 2, 3]}, {"prompt_token_ids": None}):
+        body = json.dumps({**answer, **ids}, separators=(",", ":")).encode()
+        result = answers.chat_result(body)
+        assert result.message[field] == fake and result.model == fake
+        expected = ids["prompt_token_ids"]
+        assert (None if result.prompt_ids is None else result.prompt_ids.tolist()) == expected

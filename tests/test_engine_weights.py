@@ -1,11 +1,12 @@
 """The swap against an engine that can be made to fail at every step: what is asked, in which order, and what
 serves afterwards."""
 
+import copy
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from engine_fake import FakeEngine, make_checkpoint, until
+from engine_fake import CHAT, FakeEngine, make_checkpoint, until
 
 from forge_server.domain.engine import EngineUnavailable
 from forge_server.domain.errors import CheckpointError, EngineError
@@ -185,6 +186,18 @@ async def test_preflight_names_an_engine_without_ids(fake: FakeEngine) -> None:
     fake.chat_answer = {**fake.chat_answer, "prompt_token_ids": None}  # type: ignore[dict-item]
     checks = {check.name: check for check in await preflight(client)}
     assert "no token ids" in checks["engine token ids"].found and not checks["engine token ids"].ok
+    await client.close()
+
+
+async def test_preflight_names_logprobs_that_ignore_the_temperature(fake: FakeEngine) -> None:
+    client = EngineClient(fake.url, "forge", timeout_s=5)
+    answer = copy.deepcopy(CHAT)
+    top = [{"token": "token_id:1", "logprob": -1.0}, {"token": "token_id:2", "logprob": -3.0}]
+    answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"] = top
+    fake.chat_answer = answer
+    checks = {check.name: check for check in await preflight(client)}
+    check = checks["engine logprobs are of the sampling distribution"]
+    assert not check.ok and "is 1.0000 times" in check.found and "processed_logprobs" in check.mend
     await client.close()
 
 

@@ -67,8 +67,9 @@ def chat_result(body: bytes, known: ChatResult | None = None) -> ChatResult:
     ``known`` is an earlier result of the same session; it only saves work. Prompt ids whose number is not the
     usage's are worth nothing and left out.
     """
+    prompt_text, rest = _cut_prompt_ids(body)
     try:
-        chat = _decode_chat(body)
+        chat = _decode_chat(rest)
         choice = chat.choices[0]
     except (msgspec.MsgspecError, IndexError) as error:
         raise EngineUnavailable(
@@ -76,7 +77,8 @@ def chat_result(body: bytes, known: ChatResult | None = None) -> ChatResult:
             mend="check that [engine] url points at vLLM",
             sent=True,
         ) from None
-    prompt_text = _id_text(chat.prompt_token_ids)
+    if prompt_text is None:
+        prompt_text = _id_text(chat.prompt_token_ids)
     prompt_ids = None if prompt_text is None else _prompt_ids(prompt_text, known)
     if prompt_ids is not None and prompt_ids.size != chat.usage.prompt_tokens:
         prompt_ids = prompt_text = None
@@ -127,6 +129,23 @@ def failure(status: int, body: bytes) -> EngineRefused | EngineUnavailable:
         sent=True,
         http_status=status,
     )
+
+
+_PROMPT_KEY = b',"prompt_token_ids":['
+
+
+def _cut_prompt_ids(body: bytes) -> tuple[bytes | None, bytes]:
+    """The text of the prompt ids and the body without them, so that the decoder need not walk through them.
+
+    The key with its comma and bare quotes cannot stand inside a JSON string, so no text of the model's or the
+    user's can fake it. A body that spells it otherwise is returned as it is.
+    """
+    at = body.rfind(_PROMPT_KEY)
+    if at < 0:
+        return None, body
+    start = at + len(_PROMPT_KEY)
+    end = body.find(b"]", start)
+    return (None, body) if end < 0 else (body[start:end], body[:at] + body[end + 1 :])
 
 
 def _id_text(raw: msgspec.Raw) -> bytes | None:
