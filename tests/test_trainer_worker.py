@@ -255,6 +255,34 @@ def test_killed_at_any_point_the_weights_come_out_the_same(
     assert [path.name for path in folder.iterdir()] == ["step_00003"]
 
 
+def test_sent_back_it_replays_and_keeps_what_differs_apart(
+    trainer: Trainer, cohort: Cohort, uninterrupted: Uninterrupted, serve: Callable[..., FakeServer]
+) -> None:
+    """I8: the same batch gives the same folder; another one never writes over weights that may be served."""
+    other_rewards = [1.0 - reward for reward in cohort.rewards]
+    batches = cohort.batches() | {3: batch_body(3, cohort.rows, cohort.groups, other_rewards)}
+    server = serve(batches)
+    folder = Path(server.session["checkpoint_dir"])
+    shutil.copytree(uninterrupted.folder, folder)
+    server.send_back_to = 2
+    server.acknowledge = False
+    done = trainer.work(server)
+    assert done.returncode == 0, done.stderr
+
+    assert server.served == [2, 3, 4]
+    theirs = [report["manifest_sha256"] for report in uninterrupted.server.checkpoints]
+    reports = [(Path(r["path"]).name, r["manifest_sha256"]) for r in server.checkpoints]
+    assert reports[:2] == [("step_00001", theirs[0]), ("step_00002", theirs[1])]
+    assert reports[2][0] == "step_00003_r2"
+    assert reports[2][1] != theirs[2]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "step_00001",
+        "step_00002",
+        "step_00003",
+        "step_00003_r2",
+    ]
+
+
 def test_i11_how_a_rollout_is_cut_changes_no_gradient(
     trainer: Trainer, cohort: Cohort, serve: Callable[..., FakeServer]
 ) -> None:

@@ -98,6 +98,7 @@ class FakeServer:
         self.ended = False
         self.fence = 0
         self.next_batch = 1
+        self.send_back_to = 10**6
         self.acked_step = 0
         self.acknowledge = True
         self.sessions: list[dict[str, Any]] = []
@@ -135,7 +136,7 @@ class FakeServer:
         if path == "sessions":
             self.sessions.append(body)
             self.fence += 1
-            self.next_batch = max(self.next_batch, body["resume_step"] + 1)
+            self.next_batch = min(body["resume_step"] + 1, self.send_back_to)
             reply = self.session | {
                 "session": self.token(),
                 "fence": self.fence,
