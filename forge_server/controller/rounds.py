@@ -9,6 +9,7 @@ from forge_server.controller.policies import Policies
 from forge_server.controller.ports import Evaluator, Events
 from forge_server.controller.runs import Run
 from forge_server.domain.events import RunEnded
+from forge_server.domain.run import EXTERNAL
 from forge_server.domain.states import RunState
 from forge_server.store.database import Store
 from forge_server.store.step_metrics import merge_metrics
@@ -41,6 +42,8 @@ class Rounds:
 
     async def _record(self, run: Run) -> bool:
         settings = run.settings
+        if settings.harness == EXTERNAL:
+            return False
         step = await self._cohorts.last_step(run.id, "record")
         groups = await self._cohorts.groups(run.id, "record", step) if step else []
         if groups and len(groups) < settings.groups:

@@ -12,6 +12,9 @@ import msgspec
 Mode = Literal["train", "eval", "record"]
 """What a rollout is for. Only ``train`` rollouts are ever trained."""
 
+EXTERNAL = "external"
+"""The run, and its harness, that rollouts join which a harness registers itself: nothing is drawn for it."""
+
 
 class RunEval(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``[run.eval]``: the live policy measured on tasks that are not trained on.
@@ -65,7 +68,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     # what of it is trained, and how
     max_generation_batches: int = 3  # rounds of drawing per step while too few groups have a signal
-    max_staleness: int = 1  # versions between sampling and training, async only
+    max_staleness: int = 1  # batches between the sampling version and the update, async only
     max_sample_tokens: int = 0  # a longer sample loses its suffix; 0: the engine's window
     overrides: tuple[str, ...] = ()  # veRL Hydra overrides, verbatim (learning rate, warm-up, loss, …)
     export_every: int = 1  # batches between two exported policy versions
@@ -95,6 +98,8 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 raise ValueError(
                     "export_every must be 1 in sync mode: a batch is sampled from the last update"
                 )
+            if self.mode == "async" and self.max_staleness < self.export_every - 1:
+                raise ValueError("max_staleness must be at least export_every - 1: versions get as old as that")
         elif self.eval is not None:
             raise ValueError(f"a run of kind {self.kind} takes no [run.eval]; set split, n and temperature")
 

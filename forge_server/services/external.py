@@ -12,13 +12,12 @@ from forge_server.client.schemas import Registration, RolloutCreate
 from forge_server.domain import events as e
 from forge_server.domain.errors import Conflict, NotFound
 from forge_server.domain.ids import new_id
-from forge_server.domain.run import RunSettings
+from forge_server.domain.run import EXTERNAL, RunSettings
 from forge_server.lifecycle.apply import Lifecycle
 from forge_server.store import keys
 from forge_server.store import tables as t
 from forge_server.store.database import Store
 
-RUN = "external"
 STARTUP_S = 600.0
 
 
@@ -85,7 +84,7 @@ class ExternalRollouts:
     async def _run(self, body: RolloutCreate) -> tuple[str, float]:
         """Run id and the agent clock in seconds."""
         if body.run is None:
-            settings = RunSettings(name=RUN, kind="record", policy=self._policy, taskset=RUN, harness=RUN)
+            settings = RunSettings(name=EXTERNAL, kind="record", policy=self._policy, taskset=EXTERNAL, harness=EXTERNAL)
             return await self._create_run(settings), settings.max_seconds
 
         def read(connection: sa.Connection) -> tuple[str, float] | None:
