@@ -1,12 +1,12 @@
--- wrk -s proxy_post.lua URL -- BODY KEYS UNIQUE
--- Posts BODY under the next key of KEYS; with UNIQUE=1 each request's '@TURN@' is a text of its own, as in a session
--- that goes on. Prints one RESULT line.
-local keys, before, after, unique = {}, "", "", false
-local turn, thread_count = 0, 0
+-- wrk -s proxy_post.lua URL -- BODY KEYS TURNS
+-- Plays sessions: each key of KEYS is an attempt that makes TURNS calls, one after the other. A call is BODY with
+-- '@TURN@' replaced by the turn's mark (TURN-a, TURN-b, ...) and a text of its own. Prints one RESULT line.
+local keys, before, after, turns = {}, "", "", 1
+local calls, threads = 0, 0
 
 function setup(thread)
-  thread:set("id", thread_count)
-  thread_count = thread_count + 1
+  thread:set("id", threads)
+  threads = threads + 1
 end
 
 function init(args)
@@ -15,26 +15,27 @@ function init(args)
   f:close()
   local at, stop = body:find("@TURN@", 1, true)
   before, after = body:sub(1, at - 1), body:sub(stop + 1)
-  for line in io.lines(args[2]) do keys[#keys + 1] = line end
-  unique = args[3] == "1"
-  turn = id * 1000003
+  local number = 0
+  for line in io.lines(args[2]) do -- every thread has attempts of its own
+    if number % 2 == id % 2 then keys[#keys + 1] = line end
+    number = number + 1
+  end
+  turns = tonumber(args[3])
   math.randomseed(id + 1)
 end
 
 function request()
-  turn = turn + 1
-  local text = "turn"
-  if unique then
-    local words = {}
-    for i = 1, 120 do words[i] = string.format("%x", math.random(0, 0xffffff)) end
-    text = turn .. " " .. table.concat(words, " ")
-  end
-  local headers = {["Content-Type"] = "application/json", ["Authorization"] = "Bearer " .. keys[turn % #keys + 1]}
+  local key, turn = keys[calls % #keys + 1], math.floor(calls / #keys) % turns
+  calls = calls + 1
+  local words = {}
+  for i = 1, 120 do words[i] = string.format("%x", math.random(0, 0xffffff)) end
+  local text = "TURN-" .. string.char(97 + turn) .. " " .. table.concat(words, " ")
+  local headers = {["Content-Type"] = "application/json", ["Authorization"] = "Bearer " .. key}
   return wrk.format("POST", nil, headers, before .. text .. after)
 end
 
 function done(summary, latency, requests)
   local e = summary.errors
-  io.write(string.format("RESULT %d %d %d %d %.0f %.0f %.0f\n", summary.requests, summary.duration,
-    e.status + e.connect + e.read + e.write, e.timeout, latency:percentile(50), latency:percentile(99), latency.max))
+  io.write(string.format("RESULT %d %d %d %d %.0f %.0f\n", summary.requests, summary.duration,
+    e.status + e.connect + e.read + e.write, e.timeout, latency:percentile(50), latency:percentile(99)))
 end

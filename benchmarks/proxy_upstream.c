@@ -1,15 +1,14 @@
 /* A stand-in for vLLM's chat endpoint on 127.0.0.1: one thread, epoll, tens of thousands of answers per second.
  *
- * usage: proxy_upstream PORT RESPONSE_JSON [THINK_MS]
+ * usage: proxy_upstream PORT THINK_MS RESPONSE_JSON...
  *
- * Every POST gets RESPONSE_JSON after THINK_MS, with fresh token ids: each run of '@@@@@@' in the file is replaced by
- * six random digits that begin with 1. GET /count answers the number of POSTs so far, every other GET {"status":"ok"}.
+ * A POST whose body contains TURN-a gets the first file, TURN-b the second one and so on, after THINK_MS. GET /count
+ * answers the number of POSTs so far, every other GET {"status":"ok"}.
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <errno.h>
 #include <netinet/tcp.h>
-#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -19,9 +18,10 @@
 #include <unistd.h>
 
 #define MAX_FD 8192
+#define MAX_TURNS 26
 
 typedef struct {
-    int fd, waiting, writing;
+    int fd, waiting, writing, turn;
     char *in;
     size_t in_len, in_cap;
     char *out;
@@ -33,9 +33,9 @@ static Conn *conns[MAX_FD];
 static int waiting[MAX_FD], n_waiting;
 static int poller, think_ms;
 static long posts;
-static char *template, *response;
-static size_t template_len, *holes, n_holes, response_len, body_start;
-static uint64_t random_state = 88172645463325252ull;
+static char *responses[MAX_TURNS];
+static size_t lengths[MAX_TURNS];
+static int n_responses;
 
 static double now_ms(void) {
     struct timespec t;
@@ -43,41 +43,18 @@ static double now_ms(void) {
     return t.tv_sec * 1e3 + t.tv_nsec / 1e6;
 }
 
-static uint64_t next_random(void) { /* xorshift64 */
-    random_state ^= random_state << 13;
-    random_state ^= random_state >> 7;
-    random_state ^= random_state << 17;
-    return random_state;
-}
-
 static void load(const char *path) {
     FILE *f = fopen(path, "rb");
     if (!f) { perror(path); exit(1); }
     fseek(f, 0, SEEK_END);
-    template_len = ftell(f);
+    size_t n = ftell(f);
     rewind(f);
-    template = malloc(template_len + 1);
-    if (fread(template, 1, template_len, f) != template_len) exit(1);
-    template[template_len] = 0;
+    char *out = malloc(n + 256);
+    size_t head = sprintf(out, "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %zu\r\n\r\n", n);
+    if (fread(out + head, 1, n, f) != n) { perror(path); exit(1); }
     fclose(f);
-
-    response = malloc(template_len + 256);
-    body_start = sprintf(response,
-        "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %zu\r\n\r\n", template_len);
-    memcpy(response + body_start, template, template_len);
-    response_len = body_start + template_len;
-
-    holes = malloc(sizeof(size_t) * (template_len / 6 + 1));
-    for (char *p = template; (p = strstr(p, "@@@@@@")); p += 6) holes[n_holes++] = p - template;
-}
-
-static void fill_holes(void) {
-    for (size_t i = 0; i < n_holes; i++) {
-        char *at = response + body_start + holes[i];
-        uint32_t value = next_random() % 50000;
-        at[0] = '1';
-        for (int digit = 5; digit > 0; digit--, value /= 10) at[digit] = '0' + value % 10;
-    }
+    responses[n_responses] = out;
+    lengths[n_responses++] = head + n;
 }
 
 static void want_writing(Conn *c, int on) {
@@ -124,10 +101,7 @@ static void put(Conn *c, const char *data, size_t n) {
     flush_out(c);
 }
 
-static void answer(Conn *c) {
-    fill_holes();
-    put(c, response, response_len);
-}
+static void answer(Conn *c) { put(c, responses[c->turn], lengths[c->turn]); }
 
 /* One request at a time per connection, as HTTP clients do. */
 static void parse(Conn *c) {
@@ -142,6 +116,8 @@ static void parse(Conn *c) {
     }
     if (c->in_len < head + length) return;
     int post = !strncmp(c->in, "POST", 4), count = !strncmp(c->in, "GET /count", 10);
+    char *mark = memmem(c->in + head, length, "TURN-", 5);
+    c->turn = mark && mark[5] >= 'a' && mark[5] < 'a' + n_responses ? mark[5] - 'a' : 0;
     memmove(c->in, c->in + head + length, c->in_len - head - length);
     c->in_len -= head + length;
     if (!post) {
@@ -185,9 +161,12 @@ static void read_all(Conn *c) {
 }
 
 int main(int argc, char **argv) {
-    if (argc < 3) { fprintf(stderr, "usage: %s PORT RESPONSE_JSON [THINK_MS]\n", argv[0]); return 2; }
-    load(argv[2]);
-    think_ms = argc > 3 ? atoi(argv[3]) : 0;
+    if (argc < 4 || argc > 3 + MAX_TURNS) {
+        fprintf(stderr, "usage: %s PORT THINK_MS RESPONSE_JSON...\n", argv[0]);
+        return 2;
+    }
+    think_ms = atoi(argv[2]);
+    for (int i = 3; i < argc; i++) load(argv[i]);
 
     int listener = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK, 0), one = 1;
     setsockopt(listener, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);

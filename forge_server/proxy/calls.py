@@ -26,7 +26,7 @@ from forge_server.proxy import record, rules, sampling
 from forge_server.proxy.dialects.base import Refusal
 from forge_server.proxy.flights import Answer, Flight
 from forge_server.proxy.hold import Gate
-from forge_server.proxy.ports import BudgetExceeded, Engine, Store, VersionSource
+from forge_server.proxy.ports import BudgetExceeded, Engine, EngineGaveUp, Store, VersionSource
 from forge_server.proxy.recall import completion_id
 from forge_server.proxy.replay import Marks
 from forge_server.proxy.sessions import Session
@@ -37,6 +37,10 @@ log = structlog.get_logger(__name__)
 
 RESAMPLES = 5
 """How often a call is sampled again after weight updates that aborted it."""
+
+ENGINE_FAILURES = 4
+"""So many calls in a row without an answer of the engine end the attempt: what kills the engine again and
+again is this attempt's request."""
 
 _RETRY_S = 2
 
@@ -59,10 +63,12 @@ class Calls:
         gate: Gate,
         versions: VersionSource,
         budget_exceeded: BudgetExceeded,
+        engine_gave_up: EngineGaveUp,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._store, self._engine, self._gate, self._versions = store, engine, gate, versions
-        self._budget_exceeded, self._clock = budget_exceeded, clock
+        self._budget_exceeded, self._engine_gave_up = budget_exceeded, engine_gave_up
+        self._clock = clock
         self._ids = CallIds()
         self._late: set[asyncio.Task[None]] = set()
 
@@ -115,6 +121,14 @@ class Calls:
         await self._budget_exceeded(session.attempt_id, kind)
         raise session.refusal
 
+    async def _engine_failed(self, session: Session, failure: Refusal) -> None:
+        """A call that the engine did not answer is not charged; too many in a row end the attempt."""
+        session.calls -= 1
+        session.engine_failures += 1
+        if session.engine_failures >= ENGINE_FAILURES and session.refusal is None:
+            session.refusal = Refusal(400, "engine_error", f"the rollout has ended: {failure.message}")
+            await self._engine_gave_up(session.attempt_id)
+
     async def _fly(self, session: Session, flight: Flight, keys: tuple[bytes, ...]) -> Answer:
         answer = None
         try:
@@ -151,7 +165,7 @@ class Calls:
             )
             self._write_late(flight.id, intent, [(record.FAILED, end)])
             raise _unavailable(error) from error
-        session.transcript.stored(flight.id, keys)
+        session.transcript.committed(flight.id, keys)
 
         passage = _Passage(pinned.flags)
         try:
@@ -166,10 +180,11 @@ class Calls:
             )
         except msgspec.ValidationError as error:
             ended = _Ended(CallEnd.UPSTREAM_ERROR, _engine_away(f"its message cannot be read ({error})"))
-            await self._failed(flight, ended, passage)
+            await self._failed(session, flight, ended, passage)
         except _Ended as ended:
-            await self._failed(flight, ended, passage)
+            await self._failed(session, flight, ended, passage)
 
+        session.engine_failures = 0
         session.tokens += result.usage_completion
         placement = None
         if result.prompt_ids is not None and result.completion_ids is not None:
@@ -248,7 +263,7 @@ class Calls:
         except EngineUnavailable as error:
             raise _Ended(CallEnd.UPSTREAM_ERROR, _engine_away(str(error))) from error
 
-    async def _failed(self, flight: Flight, ended: _Ended, passage: "_Passage") -> NoReturn:
+    async def _failed(self, session: Session, flight: Flight, ended: _Ended, passage: "_Passage") -> NoReturn:
         flight.recording()
         refusal = ended.refusal
         row = record.failed(
@@ -265,6 +280,8 @@ class Calls:
         except StoreError as error:
             log.error("end of call not written yet", call=flight.id, error=str(error))
             self._write_late(flight.id, [], [(record.FAILED, row)])
+        if ended.end is CallEnd.UPSTREAM_ERROR:
+            await self._engine_failed(session, refusal)
         raise refusal
 
     def _write_late(self, call_id: int, intent: record.Rows, end: record.Rows) -> None:

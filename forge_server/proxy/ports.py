@@ -86,3 +86,6 @@ AgentKeys = Callable[[str], str | None]
 
 BudgetExceeded = Callable[[str, Kind], Awaitable[None]]
 """Tells the lifecycle that an attempt has used up a budget."""
+
+EngineGaveUp = Callable[[str], Awaitable[None]]
+"""Tells the lifecycle that the engine did not answer an attempt's calls, again and again."""

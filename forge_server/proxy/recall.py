@@ -46,7 +46,7 @@ def past_calls(connection: sa.Connection, attempt_id: str) -> Past:
     own = [row for row in rows if row.retry_of is None]
     return Past(
         taken=rows[-1].seq + 1 if rows else 0,
-        own=len(own),
+        own=sum(row.end != CallEnd.UPSTREAM_ERROR for row in own),
         tokens=sum(row.completion_len or 0 for row in own),
         calls=_rebuild(own),
         undelivered=tuple(

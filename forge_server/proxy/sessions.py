@@ -21,7 +21,7 @@ from forge_server.proxy.dialects.base import Refusal
 from forge_server.proxy.flights import Answer, Flight
 from forge_server.proxy.ports import CallPolicy, PolicyLookup, Store
 from forge_server.proxy.replay import Replays
-from forge_server.proxy.transcript import Transcript
+from forge_server.proxy.transcript import Stored, Transcript
 from forge_server.trajectory.forest import Forest
 
 log = structlog.get_logger(__name__)
@@ -45,16 +45,17 @@ class Session:
     """One attempt's live state. ``refusal`` is set once no further call is admitted, ``closed`` once it is
     sealed."""
 
-    def __init__(self, attempt_id: str, policy: CallPolicy, mark: Mark) -> None:
+    def __init__(self, attempt_id: str, policy: CallPolicy, mark: Mark, stored: Stored) -> None:
         self.attempt_id, self.policy = attempt_id, policy
         self.refusal: Refusal | None = None
         self.closed = False
         self.forest = Forest()
         self.replays = Replays()
-        self.transcript = Transcript()
+        self.transcript = Transcript(stored)
         self.flights: set[Flight] = set()
         self.next_seq = 0
-        self.calls = 0  # calls of their own, replays not counted
+        self.calls = 0  # calls of their own, replays not counted, nor what the engine did not answer
+        self.engine_failures = 0  # calls in a row that the engine did not answer
         self.tokens = 0  # completion tokens sampled so far
         self.known: ChatResult | None = None
         self._open: dict[int, Answer] = {}  # answers whose delivery may still become known from a connection
@@ -137,6 +138,7 @@ class Sessions:
         self._sealed: dict[str, Refusal] = {}
         self._unwritten: dict[int, Delivery] = {}
         self._settling: dict[str, asyncio.Task[None]] = {}
+        self._stored = Stored()
         self._closing = False
 
     def __len__(self) -> int:
@@ -173,7 +175,7 @@ class Sessions:
             ) from error
         if attempt_id in self._sealed:  # sealed while we read
             raise self._sealed[attempt_id]
-        session = Session(attempt_id, policy, self._unwritten.__setitem__)
+        session = Session(attempt_id, policy, self._unwritten.__setitem__, self._stored)
         session.restore(past)
         self._live[attempt_id] = session
         return session

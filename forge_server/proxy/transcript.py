@@ -15,13 +15,32 @@ from forge_server.domain.turn import Turn
 from forge_server.proxy.ports import Row
 from forge_server.store import messages
 
+_REMEMBERED = 50_000
 
-class Transcript:
-    """The messages that the attempt has sent and stored, and its latest stored request."""
+
+class Stored:
+    """Digests of messages that are in the database; nothing removes messages from it while the server
+    runs."""
 
     def __init__(self) -> None:
+        self._keys: dict[bytes, None] = {}
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._keys
+
+    def add(self, keys: Sequence[bytes]) -> None:
+        self._keys.update(dict.fromkeys(keys))
+        while len(self._keys) > _REMEMBERED:
+            del self._keys[next(iter(self._keys))]
+
+
+class Transcript:
+    """The messages that the attempt has sent, and its latest stored request. ``stored`` is shared by all
+    attempts."""
+
+    def __init__(self, stored: Stored) -> None:
         self._digests: dict[bytes, bytes] = {}
-        self._stored: set[bytes] = set()
+        self._stored = stored
         self._latest: tuple[int, tuple[bytes, ...]] = (0, ())
 
     def identify(self, turn: Turn) -> tuple[bytes, tuple[bytes, ...]]:
@@ -54,9 +73,10 @@ class Transcript:
         }
         return messages.pack(latest, shared, len(turn.tools), keys[shared:]), list(fresh.values())
 
-    def stored(self, call_id: int, keys: tuple[bytes, ...]) -> None:
+    def committed(self, call_id: int, keys: tuple[bytes, ...]) -> None:
         """The request of ``call_id`` is in the database."""
-        self._stored.update(keys)
+        shared = _common(self._latest[1], keys)
+        self._stored.add(keys[shared:])
         self._latest = (call_id, keys)
 
     def _digest(self, entry: Raw) -> bytes:
