@@ -220,11 +220,15 @@ class Lab:
 
     def begin(self, pod: FakePod, **changes: Any) -> subprocess.Popen[bytes]:
         """Start the runner; the caller waits."""
+        user = changes.pop("runner_user", None)
         given = order(pod, self.folder / "attempt", self.forge, **changes)
         self.process = subprocess.Popen(
-            [PYTHON, "-I", "-S", str(self.forge / "runner.pyz")],
+            [given["python"], "-I", "-S", str(self.forge / "runner.pyz")],
             stdin=subprocess.PIPE,
             env={"PATH": "/usr/bin:/bin"},
+            user=user,
+            group=user,
+            extra_groups=None if user is None else [],
         )
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(given).encode() + b"\n")

@@ -377,3 +377,36 @@ def test_the_level_without_namespaces_still_hides_the_runner(tmp_path):
     finally:
         lab.close()
         shutil.rmtree(folder)
+
+
+def test_a_server_that_is_not_root_has_a_sandbox_too():
+    """The harness keeps the server's user, in a user namespace; processes and network are as private."""
+    folder = Path(tempfile.mkdtemp())
+    os.chown(folder, 49002, 49002)
+    lab = Lab(folder)
+    for path in folder.rglob("*"):
+        os.chown(path, 49002, 49002)
+    script = """
+    ls /proc | grep -c '^[0-9]'; grep ^CapEff /proc/self/status; id -u
+    grep -rqs runner-secret /proc/[0-9]*/environ && echo LEAK
+    echo -n plum > answer.txt; kill -9 -1
+    """
+    given = plan(["bash", "-c", script])
+    try:
+        with FakePod(given, verifier=verifier_tar(COMPARE, expected="plum")) as pod:
+            lab.run(pod, uid=-1, python="/usr/bin/python3", read_only=[], runner_user=49002)
+        assert reward(pod) == [1.0], pod.log("verifier")
+        log = pod.log("harness")
+        assert "LEAK" not in log and "CapEff:\t0000000000000000" in log and "\n1000\n" in log
+    finally:
+        lab.close()
+        wait_until_none(49002)
+        shutil.rmtree(folder)
+
+
+def test_the_lowest_level_runs_what_is_trusted(lab):
+    given = plan(["bash", "-c", "echo -n plum > answer.txt; sleep 1000 &"])
+    check = "cmp -s answer.txt $FORGE_TESTS/expected && echo 1 > $FORGE_LOGS/reward.txt"
+    with FakePod(given, verifier=verifier_tar(check, expected="plum")) as pod:
+        lab.run(pod, level="none", uid=-1)
+    assert reward(pod) == [1.0]

@@ -1,0 +1,1 @@
+"""How a harness is launched and read, as data; and our own small harness."""

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 LEVELS = ("none", "user", "namespaces")
 RELAY_PORT = 41000
+SCRATCH_BYTES = 1 << 30  # of /tmp, which is memory
 HOME = "/home/agent"
 FORGE = "/forge"
 _SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
@@ -210,17 +211,12 @@ def _become(
     os.dup2(null, 0)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    os.dup2(channel, 9)
-    os.dup2(info, 10)
-    os.closerange(3, 9)
-    os.closerange(11, 4096)
     if not box.wrapped:
-        os.close(10)
-        stage.enter(9, port)
-    os.set_inheritable(9, True)
-    os.set_inheritable(10, True)
-    argv = bwrap_argv(box, binds, info=10)
-    argv += [box.python, "-I", "-S", f"{FORGE}/stage.py", "9", str(port)]
+        stage.enter(channel, port)
+    os.set_inheritable(channel, True)  # everything else is closed by exec
+    os.set_inheritable(info, True)
+    argv = bwrap_argv(box, binds, info=info)
+    argv += [box.python, "-I", "-S", f"{FORGE}/stage.py", str(channel), str(port)]
     os.execvpe(argv[0], argv, {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"})
 
 
@@ -237,8 +233,10 @@ def bwrap_argv(box: Box, binds: list[tuple[str, str, bool]], *, info: int) -> li
             argv += ["--ro-bind", f"/etc/{name}", f"/etc/{name}"]
     for name in ("passwd", "group", "hosts"):
         argv += ["--ro-bind", box.path(name), f"/etc/{name}"]
-    argv += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--tmpfs", "/dev/shm"]
-    argv += ["--perms", "1777", "--tmpfs", "/tmp", "--perms", "1777", "--dir", "/var/tmp", "--dir", "/run"]
+    argv += ["--proc", "/proc", "--dev", "/dev"]
+    for place in ("/tmp", "/dev/shm"):
+        argv += ["--size", str(SCRATCH_BYTES), "--perms", "1777", "--tmpfs", place]
+    argv += ["--perms", "1777", "--dir", "/var/tmp", "--dir", "/run"]
     shown = [(path, path, False) for path in box.read_only if not path.startswith("/usr/")]
     shown += [(box.forge, FORGE, False), *binds]
     made = {"/", "/tmp", "/var", "/run"}

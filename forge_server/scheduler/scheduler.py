@@ -79,6 +79,7 @@ class Scheduler:
         self._secret, self._options, self._clock = secret, options, clock
         self._in_flight = options.in_flight
         self._live: set[str] = set()
+        self._launching: set[str] = set()
         self._wake = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._dispatcher: asyncio.Task[None] | None = None
@@ -134,16 +135,14 @@ class Scheduler:
                 await self._dispatcher
         if self._timer is not None:
             self._timer.cancel()
-        if self._tasks:
-            await asyncio.wait(set(self._tasks))
+        await self._settle()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), drain_s)
         if self._backend.name == "local":  # pods outlive us and are adopted
             for attempt_id in tuple(self._live):
                 await self._lifecycle.apply(e.ServerLost(attempt_id=attempt_id))
         await self._backend.close(self._options.stop_grace_s)
-        if self._tasks:
-            await asyncio.wait(set(self._tasks))
+        await self._settle()
 
     async def sweep(self) -> None:
         """Tick: apply the deadlines that are behind."""
@@ -159,9 +158,11 @@ class Scheduler:
         rows = {a.attempt_id: a for a in await self._store.read(lambda c: queue.live(c, self._backend.name))}
         for attempt_id in running - rows.keys():
             self._spawn(self._backend.stop(attempt_id, self._options.stop_grace_s))
+        self._live &= rows.keys() | self._launching
+        self._note_idle()
         overdue = self._clock() - self._options.missing_s
         for attempt in rows.values():
-            if attempt.attempt_id in running or attempt.since > overdue:
+            if attempt.attempt_id in running | self._launching or attempt.since > overdue:
                 continue
             launched = attempt.state is not AttemptState.QUEUED
             fact = e.Fact.PROCESS_GONE if launched else e.Fact.LAUNCH_FAILED
@@ -184,6 +185,11 @@ class Scheduler:
 
     def _gone(self, gone: Gone) -> None:
         self._spawn(self._report(gone))
+
+    async def _settle(self) -> None:
+        """Let steps under way come to their end, within bounds."""
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=3 * self._options.stop_grace_s)
 
     def _note_idle(self) -> None:
         if self._live:
@@ -225,6 +231,7 @@ class Scheduler:
             self._wake_at(moment - now)
         launches = [(new_id("at"), item) for item in found]
         self._live.update(attempt_id for attempt_id, _ in launches)
+        self._launching.update(attempt_id for attempt_id, _ in launches)
         self._note_idle()
         for attempt_id, item in launches:
             self._spawn(self._launch(attempt_id, item))
@@ -235,31 +242,32 @@ class Scheduler:
         self._timer = asyncio.get_running_loop().call_later(max(0.0, seconds) + 0.001, self._wake.set)
 
     async def _launch(self, attempt_id: str, item: queue.Pending) -> None:
+        try:
+            if not await self._admit(attempt_id, item):
+                self._live.discard(attempt_id)
+                self._note_idle()
+                return
+            limits = (await self._plans.plan(attempt_id)).limits
+            handle = await self._backend.launch(self._order(attempt_id, item, limits))
+            await self._lifecycle.apply(e.AttemptLaunched(attempt_id=attempt_id, handle=handle))
+        except (SpecError, TaskError) as error:
+            await self._fail(attempt_id, e.Fact.BAD_SPEC, {"error": str(error)})
+        except LaunchFailed as error:
+            await self._fail(attempt_id, error.fact, error.evidence)
+        finally:
+            self._launching.discard(attempt_id)
+        if attempt_id not in self._live:  # it was ended while it was being launched
+            await self._backend.stop(attempt_id, self._options.stop_grace_s)
+
+    async def _admit(self, attempt_id: str, item: queue.Pending) -> bool:
+        """Write the attempt's row; False when the rollout was taken, cancelled or paused meanwhile."""
         queued = e.AttemptQueued(
             attempt_id=attempt_id, rollout_id=item.rollout_id, backend=self._backend.name
         )
         launching = e.AttemptLaunching(attempt_id=attempt_id, startup_s=self._options.startup_s)
-        applied = False
-        try:
-            applied = (await self._lifecycle.apply(queued)).applied
-        finally:
-            if not applied:  # taken, cancelled or paused meanwhile
-                self._live.discard(attempt_id)
-                self._note_idle()
-        if not applied or not (await self._lifecycle.apply(launching)).applied:
-            return
-        try:
-            limits = (await self._plans.plan(attempt_id)).limits
-            handle = await self._backend.launch(self._order(attempt_id, item, limits))
-        except (SpecError, TaskError) as error:
-            await self._fail(attempt_id, e.Fact.BAD_SPEC, {"error": str(error)})
-            return
-        except LaunchFailed as error:
-            await self._fail(attempt_id, error.fact, error.evidence)
-            return
-        await self._lifecycle.apply(e.AttemptLaunched(attempt_id=attempt_id, handle=handle))
-        if attempt_id not in self._live:  # it was ended while it was being launched
-            await self._backend.stop(attempt_id, self._options.stop_grace_s)
+        if not (await self._lifecycle.apply(queued)).applied:
+            return False
+        return (await self._lifecycle.apply(launching)).applied
 
     async def _fail(self, attempt_id: str, fact: e.Fact, evidence: dict[str, Any]) -> None:
         log.warning("launch failed", attempt=attempt_id, fact=fact.value, **evidence)
