@@ -92,6 +92,9 @@ async def main(database: str, port: str, upstream: str, count: str) -> None:
     async def budget_exceeded(attempt_id: str, kind: Kind) -> None:
         raise AssertionError(kind)
 
+    async def engine_gave_up(attempt_id: str) -> None:
+        raise AssertionError(attempt_id)
+
     def agent(key: str) -> str | None:
         claim = keys.verify(secret, key)
         return claim.subject if claim is not None and claim.scope == "agent" else None
@@ -99,7 +102,12 @@ async def main(database: str, port: str, upstream: str, count: str) -> None:
     engine = EngineClient(upstream, "forge")
     sessions = Sessions(store, lookup)
     calls = Calls(
-        store=store, engine=engine, gate=Gate(), versions=Versions(), budget_exceeded=budget_exceeded
+        store=store,
+        engine=engine,
+        gate=Gate(),
+        versions=Versions(),
+        budget_exceeded=budget_exceeded,
+        engine_gave_up=engine_gave_up,
     )
     routes = InferenceRoutes(sessions=sessions, calls=calls, keys=agent, model="forge")
     flusher = asyncio.create_task(sessions.run())

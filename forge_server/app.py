@@ -308,6 +308,7 @@ class Server:
             gate=self.gate,
             versions=self.policies,
             budget_exceeded=self._budget_exceeded,
+            engine_gave_up=self._engine_gave_up,
         )
         self.scheduler = Scheduler(
             self.store,
@@ -384,6 +385,9 @@ class Server:
 
     async def _budget_exceeded(self, attempt_id: str, kind: Any) -> None:
         await self.lifecycle.apply(e.BudgetExceeded(attempt_id=attempt_id, kind=kind))
+
+    async def _engine_gave_up(self, attempt_id: str) -> None:
+        await self.lifecycle.apply(e.StopRequested(attempt_id=attempt_id, reason="engine_error"))
 
     # --- listeners ----------------------------------------------------------------------------------------
 

@@ -146,6 +146,9 @@ class Rig:
     async def budget_exceeded(self, attempt_id: str, kind: Kind) -> None:
         await self.lifecycle.apply(e.BudgetExceeded(attempt_id=attempt_id, kind=kind))  # type: ignore[arg-type]
 
+    async def engine_gave_up(self, attempt_id: str) -> None:
+        await self.lifecycle.apply(e.StopRequested(attempt_id=attempt_id, reason="engine_error"))
+
     async def new_attempt(self, *, running: bool = True) -> str:
         run, rollout, attempt = new_id("ru"), new_id("ro"), new_id("at")
         await self.lifecycle.apply(e.RunCreated(run_id=run, name=run, kind="record", settings={}))
@@ -176,6 +179,7 @@ class Rig:
             gate=self.gate,
             versions=self.versions,
             budget_exceeded=self.budget_exceeded,
+            engine_gave_up=self.engine_gave_up,
         )
         self.routes = InferenceRoutes(
             sessions=self.sessions,

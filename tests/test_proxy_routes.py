@@ -332,6 +332,23 @@ async def test_the_openai_sdk_retries_until_the_engine_is_back(proxy: Rig) -> No
     assert [row.end for row in await proxy.rows()] == ["upstream_error", "ok"]
 
 
+async def test_I5_a_request_that_kills_the_engine_again_and_again_ends_its_attempt(proxy: Rig) -> None:
+    """Such calls are charged to no budget; after a few in a row the attempt ends, and not by the policy's fault."""
+    from forge_server.domain.engine import EngineUnavailable
+
+    async def script(body: dict[str, Any]) -> ChatResult:
+        raise EngineUnavailable("the engine died")
+
+    proxy.engine.script = script
+    async with proxy.client() as client:
+        path = f"/a/{proxy.attempt}/v1/chat/completions"
+        answers = [(await client.post(path, json=hello())).status_code for _ in range(6)]
+    assert answers == [503, 503, 503, 503, 400, 400]
+    assert [row.end for row in await proxy.rows()] == ["upstream_error"] * 4
+    told = await proxy.lifecycle.heartbeat(proxy.attempt)
+    assert (told.stop, told.reason) == (True, "engine_error")
+
+
 # --- time ---
 
 

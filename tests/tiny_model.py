@@ -45,7 +45,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
     bpe.add_tokens([AddedToken(t, special=False) for t in ("<tool_call>", "</tool_call>")])
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>", model_max_length=4096
+        tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>", model_max_length=16384
     )
     fast.chat_template = TEMPLATE
     return fast
@@ -65,7 +65,7 @@ def make(folder: Path, seed: int) -> None:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,  # vLLM's CPU attention needs at least 32
-        max_position_embeddings=4096,
+        max_position_embeddings=16384,
         tie_word_embeddings=False,  # a tied head stays old after a reload on CPU
         initializer_range=0.25,
         eos_token_id=tok.eos_token_id,

@@ -59,7 +59,9 @@ def command(spec: ManagedSpec, model: Path, port: int) -> list[str]:
     line += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
     line += ["--worker-extension-cls", EXTENSION, "--disable-uvicorn-access-log"]
     if spec.cpu:
-        line += ["--enforce-eager"]
+        # a seeded request whose prefill is cut in two kills the CPU worker ("CPU Generator does not use offset")
+        budget = max(spec.max_model_len, 2048)
+        line += ["--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", str(budget)]
     if spec.tool_call_parser:
         line += ["--enable-auto-tool-choice", "--tool-call-parser", spec.tool_call_parser]
     if spec.reasoning_parser:
