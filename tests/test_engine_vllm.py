@@ -315,6 +315,15 @@ async def test_what_does_not_fit_the_window_is_told_apart(vllm_pool: EnginePool)
     assert vllm_pool.ready
 
 
+async def test_long_seeded_prompts_side_by_side_do_not_kill_the_engine(vllm_pool: EnginePool) -> None:
+    """vLLM's CPU worker dies of a seeded request whose prefill is cut in two; our flags never cut one."""
+    asked = [body(f"{n} files " * 700, seed=n, max_tokens=4) for n in range(6)]
+    calls = [vllm_pool.chat(a, request_id=f"seeded-{n}") for n, a in enumerate(asked)]
+    results = await asyncio.gather(*calls)
+    assert all(result.usage_prompt > 1400 and result.usage_completion > 0 for result in results)
+    assert vllm_pool.ready
+
+
 async def test_preflight_passes(vllm_pool: EnginePool) -> None:
     checks = await vllm_pool.check()
     assert len(checks) == 5
