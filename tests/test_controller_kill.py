@@ -76,14 +76,14 @@ async def _live(url: str, folder: Path, writes: int | None, seen: dict[int, set[
     return completed
 
 
-@pytest.mark.parametrize("every", range(3))
+@pytest.mark.parametrize(("mode", "every"), [("sync", 0), ("sync", 3), ("async", 5)])
 async def test_a_run_survives_kills_between_any_two_writes(
-    database_url: str, tmp_path: Path, every: int
+    database_url: str, tmp_path: Path, every: int, mode: str
 ) -> None:
     seen: dict[int, set[str]] = {}
     async with world(database_url, tmp_path, drive=False) as w:
         await w.tasks()
-        await w.runs.create(settings())
+        await w.runs.create(settings(mode=mode))
     lives = [9 + every]
     while not await _live(database_url, tmp_path, lives[-1], seen):
         lives.append(lives[-1] + 8)

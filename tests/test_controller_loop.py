@@ -10,7 +10,7 @@ from forge_server.domain.engine import EngineUnavailable
 from forge_server.domain.errors import CheckpointError, Conflict
 from forge_server.domain.run import RunEval
 from forge_server.store import tables as t
-from tests.controller_support import FakeWeights, eventually, settings, world
+from tests.controller_support import FakeWeights, eventually, settings, world, write_checkpoint
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -200,6 +200,59 @@ async def test_cancel_ends_the_run_and_its_trainer(database_url: str, tmp_path: 
         rollouts = await w.rows(t.rollouts)
         assert rollouts and {r.state for r in rollouts} == {"ended"}
         await eventually(lambda: not w.controller.driven)
+
+
+async def test_async_generates_ahead_and_no_further_than_the_cap(database_url: str, tmp_path: Path) -> None:
+    async with world(database_url, tmp_path) as w:
+        await w.tasks()
+        w.attempts.paused.clear()
+        run_id = await w.runs.create(settings(mode="async", steps=4, max_staleness=1))
+
+        async def drawn() -> bool:
+            return len(await w.rows(t.groups)) == 4  # two batches of two
+
+        await eventually(drawn)
+        w.attempts.paused.set()
+        await eventually(lambda: w.rows(t.batches))
+
+        async def complete() -> bool:
+            return {r.state for r in await w.rows(t.rollouts)} == {"ended"}
+
+        await eventually(complete)
+        assert await drawn()  # batch 1 waits for the trainer, and the other two groups for batch 2
+        assert await w.trainer(run_id).run() == "ended"
+        await w.reached(run_id, "completed")
+        batches = await w.rows(t.batches)
+        assert [len(b.rollout_ids) for b in batches] == [4] * 4
+        figures = [await w.metrics(run_id, b.k) for b in batches]
+        assert figures[0]["staleness/max"] == 0 and figures[1]["staleness/max"] == 1
+        assert max(f["staleness/max"] for f in figures) <= 1
+        assert sum(f["staleness/dropped"] for f in figures) == 0
+        steps = {g.id: g.batch_k - g.step for g in await w.rows(t.groups, t.groups.c.batch_k.is_not(None))}
+        assert max(steps.values()) >= 1  # carried over
+
+
+async def test_async_pauses_when_nothing_can_be_learnt(database_url: str, tmp_path: Path) -> None:
+    async with world(database_url, tmp_path, reward=lambda row, step, slot: 1.0) as w:
+        await w.tasks()
+        run_id = await w.runs.create(settings(mode="async", max_generation_batches=3))
+        assert (await w.reached(run_id, "paused")).reason.startswith("no_signal")
+        groups = await w.rows(t.groups)
+        assert len([g for g in groups if g.dropped == "equal_rewards"]) >= 6
+
+
+async def test_async_exports_less_often_than_it_trains(database_url: str, tmp_path: Path) -> None:
+    async with world(database_url, tmp_path) as w:
+        await w.tasks()
+        run_id = await w.runs.create(settings(mode="async", steps=3, export_every=3, max_staleness=2))
+        trainer = w.trainer(run_id)
+        session = await trainer.open()
+        for k in (1, 2, 3):
+            assert await trainer.batch(k)
+            await asyncio.to_thread(trainer.link.report_metrics, k, {"loss": 0.1})
+        await trainer.report(3, *write_checkpoint(Path(session.checkpoint_dir), run_id, 3))
+        await w.reached(run_id, "completed")
+        assert w.weights.loaded == [1]
 
 
 async def test_a_second_run_waits_for_the_policy(database_url: str, tmp_path: Path) -> None:

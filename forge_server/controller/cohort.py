@@ -41,6 +41,19 @@ class Cohorts:
         query = sa.select(sa.func.max(g.step)).where(g.run_id == run_id, g.mode == mode)
         return await self._store.read(lambda connection: connection.execute(query).scalar_one()) or 0
 
+    async def last_round(self, run_id: str, step: int) -> int:
+        """The last round of the training groups that were drawn for the step; -1 before the first."""
+        g = t.groups.c
+        query = sa.select(sa.func.max(g.round)).where(g.run_id == run_id, g.mode == "train", g.step == step)
+        last = await self._store.read(lambda connection: connection.execute(query).scalar_one())
+        return -1 if last is None else int(last)
+
+    async def trained(self, run_id: str) -> int:
+        """The last batch that the trainer is through with; 0 before the first."""
+        c = t.batches.c
+        query = sa.select(sa.func.max(c.k)).where(c.run_id == run_id, c.trained_at.is_not(None))
+        return await self._store.read(lambda connection: connection.execute(query).scalar_one()) or 0
+
     async def draw(
         self, run_id: str, settings: RunSettings, mode: Mode, step: int, round: int, count: int, version: int
     ) -> None:

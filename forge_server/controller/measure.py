@@ -5,7 +5,7 @@ which groups are trained depends on their rewards.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, pstdev
 
 from forge_server.domain.batches import Drop, EndedRollout, Selection
@@ -42,11 +42,11 @@ def step_figures(
     rollouts: Mapping[str, Sequence[EndedRollout]],
     selection: Selection,
     cuts: Mapping[str, Cut],
-    *,
-    live_version: int,
-    max_staleness: int,
+    age: Callable[[int], int],
 ) -> dict[str, float]:
-    """Everything that is known when batch k is assembled. ``rollouts`` by group id."""
+    """Everything that is known when batch k is assembled. ``rollouts`` by group id; ``age``
+    of a policy version.
+    """
     everyone = [r for group in groups for r in rollouts[group.id]]
     members = {m.id: m for group in groups for m in group.members}
     valid = [r for r in everyone if r.valid]
@@ -61,7 +61,8 @@ def step_figures(
         "rollouts/trained": len(trained),
         **reward_figures([r.reward for r in valid if r.reward is not None]),
         **_sample_figures([cut_of[r.id] for r in trained]),
-        **_staleness_figures([cut_of[r.id] for r in trained], live_version, max_staleness),
+        **_staleness_figures([age(_min_version(cut_of[r.id])) for r in trained]),
+        **_stale_figures([cut_of[r.id] for r in everyone if r.trainable and _stale(selection, r)]),
         **_death_figures(everyone, {i: m.attempts for i, m in members.items()}, cut_of),
     }
     if groups:
@@ -119,19 +120,20 @@ def _sample_figures(cuts: Sequence[Cut]) -> dict[str, float]:
     return figures | {f"untrained/{reason}": count for reason, count in untrained.items()}
 
 
-def _staleness_figures(cuts: Sequence[Cut], live_version: int, max_staleness: int) -> dict[str, float]:
-    """How old the trained rollouts are, and how long those over the cap: dropping them would favour
-    short ones."""
-    if not cuts:
-        return {}
-    ages = [live_version - _min_version(cut) for cut in cuts]
-    over = [cut.trained_tokens for cut, age in zip(cuts, ages, strict=True) if age > max_staleness]
-    figures: dict[str, float] = {
-        "staleness/mean": fmean(ages),
-        "staleness/max": max(ages),
-        "staleness/over": len(over),
-    }
-    return figures | {f"staleness/over_{name}": count for name, count in _by_length(over).items()}
+def _staleness_figures(ages: Sequence[int]) -> dict[str, float]:
+    """How many updates old the weights are that sampled the trained rollouts."""
+    return {"staleness/mean": fmean(ages), "staleness/max": max(ages)} if ages else {}
+
+
+def _stale(selection: Selection, rollout: EndedRollout) -> bool:
+    return selection.dropped.get(rollout.group_id) is Drop.STALE
+
+
+def _stale_figures(cuts: Sequence[Cut]) -> dict[str, float]:
+    """Rollouts lost to the staleness cap, by length: losing the long ones selects for short answers."""
+    figures: dict[str, float] = {"staleness/dropped": len(cuts)}
+    counts = _by_length([cut.trained_tokens for cut in cuts])
+    return figures | {f"staleness/dropped_{name}": count for name, count in counts.items()}
 
 
 def _death_figures(

@@ -63,8 +63,8 @@ def going_runs(connection: Connection) -> list[Run]:
 
 
 class Runs:
-    """Runs of the one policy ``policy``. ``started`` is called with the id of every run that was created, or
-    found again and has not ended.
+    """Runs of the one policy ``policy``. ``started`` is called with the id of every run that was
+    created, or found again and has not ended.
     """
 
     def __init__(self, store: Store, events: Events, policy: str, started: Callable[[str], None]) -> None:
@@ -73,8 +73,8 @@ class Runs:
     async def create(self, settings: RunSettings) -> str:
         """Create the run, or find the one of that name; its id.
 
-        Raises Conflict naming the key when the settings differ from those it was created with, ConfigError
-        when they ask for another policy than the engine serves.
+        Raises Conflict naming the key when the settings differ from those it was created with,
+        ConfigError when they ask for another policy than the engine serves.
         """
         if settings.policy != self._policy:
             raise ConfigError(

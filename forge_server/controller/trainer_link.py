@@ -258,8 +258,10 @@ class TrainerLink:
             _run(connection, run_id)
             self._renew(connection, run_id, report.session)
             merge_metrics(connection, run_id, k, "trainer", report.metrics, now)
+            _mark_trained(connection, run_id, k, now)
 
         await self._store.write(write)
+        self._bells.ring(run_id)
 
     async def checkpoint(self, run_id: str, report: CheckpointReport) -> CheckpointReply:
         """Take checkpoint ``k`` as a new policy version; the same one again is the same version.
@@ -276,12 +278,7 @@ class TrainerLink:
             self._renew(connection, run_id, report.session)
             if not 1 <= report.k <= run.step:
                 raise Conflict(f"there is no batch {report.k} to have trained on", where=run_id)
-            c = t.batches.c
-            connection.execute(
-                sa.update(t.batches)
-                .where(c.run_id == run_id, c.k <= report.k, c.trained_at.is_(None))
-                .values(state="trained", trained_at=now)
-            )
+            _mark_trained(connection, run_id, report.k, now)
             version = add_exported(
                 connection,
                 _settings(run).policy,
@@ -319,6 +316,16 @@ def _add_session(connection: Connection, run_id: str, **values: Any) -> int:
     fence = 1 + (newest or 0)
     connection.execute(sa.insert(t.trainer_sessions).values(run_id=run_id, fence=fence, **values))
     return fence
+
+
+def _mark_trained(connection: Connection, run_id: str, k: int, at: float) -> None:
+    """The trainer is through with batch ``k`` and all before it."""
+    c = t.batches.c
+    connection.execute(
+        sa.update(t.batches)
+        .where(c.run_id == run_id, c.k <= k, c.trained_at.is_(None))
+        .values(state="trained", trained_at=at)
+    )
 
 
 def _run(connection: Connection, run_id: str) -> Any:

@@ -99,6 +99,18 @@ def resume_step(versions: Sequence[Version], run_id: str, at_most: int) -> int:
     return next((step for step in range(at_most, 0, -1) if step not in bad), 0)
 
 
+def oldest_usable(versions: Sequence[Version], run_id: str, base: int | None, step: int) -> int | None:
+    """The least version number that is of ``step`` of the run or later; None: any is recent enough.
+
+    Versions of other runs that were live in between have lower numbers than those of later steps.
+    """
+    if step <= 0:
+        return base
+    recent = [v for v in versions if v.run_id == run_id and v.step is not None and v.step >= step]
+    usable = [v.version for v in recent if v.served]
+    return min(usable, default=None)
+
+
 def interrupted(versions: Sequence[Version]) -> Version | None:
     """The version whose swap a restart interrupted: it is done again.
 

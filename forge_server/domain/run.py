@@ -99,7 +99,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                     "export_every must be 1 in sync mode: a batch is sampled from the last update"
                 )
             if self.mode == "async" and self.max_staleness < self.export_every - 1:
-                raise ValueError("max_staleness must be at least export_every - 1: versions get as old as that")
+                raise ValueError("max_staleness must be at least export_every - 1: so old do versions get")
         elif self.eval is not None:
             raise ValueError(f"a run of kind {self.kind} takes no [run.eval]; set split, n and temperature")
 

@@ -1,0 +1,44 @@
+"""``async`` mode: generation goes on while the trainer works; complete groups carry over to later
+batches.
+
+Staleness is bounded where groups are admitted: those in flight, ready and at the trainer are never more
+than ``(max_staleness + 1)`` batches. What is too old all the same is dropped, and counted by length.
+"""
+
+from collections.abc import Sequence
+
+from forge_server.controller.generation import Workshop
+from forge_server.controller.runs import Run
+from forge_server.domain import policy
+from forge_server.domain.batches import Selection, select
+from forge_server.domain.policy import Version
+
+
+async def generate(workshop: Workshop, run: Run, versions: Sequence[Version], live: int) -> bool:
+    """Draw up to the bound; assemble batch ``run.step + 1`` once the one before it is trained."""
+    settings, cohorts = run.settings, workshop.cohorts
+    groups = await cohorts.open_groups(run.id)
+    complete = [group for group in groups if group.complete]
+    rollouts = await workshop.look_at(run, complete)
+    oldest = policy.oldest_usable(versions, run.id, run.base_version, run.step - settings.max_staleness)
+    selection = select(rollouts, oldest)
+    ready, at_trainer = len(selection.groups), run.step - await cohorts.trained(run.id)
+
+    if not at_trainer:
+        exhausted = len(selection.dropped) >= settings.max_generation_batches * settings.groups
+        if ready >= settings.groups or (ready and exhausted):
+            first = dict(list(selection.groups.items())[: settings.groups])
+            chosen = Selection(groups=first, dropped=selection.dropped)
+            taken = [group for group in complete if group.id in first or group.id in chosen.dropped]
+            await workshop.assemble(run, taken, rollouts, chosen, versions)
+            return True
+        if exhausted:
+            await workshop.pause_without_signal(run, complete, rollouts, selection, versions)
+            return True
+
+    usable = len(groups) - len(selection.dropped)  # ready or still in flight
+    bound = (settings.max_staleness + 1 - at_trainer) * settings.groups
+    wanted = min(bound, (settings.steps - run.step) * settings.groups) - usable
+    if wanted > 0:
+        await cohorts.draw(run.id, settings, "train", run.step + 1, 0, wanted, live)
+    return False
