@@ -1,8 +1,9 @@
 """Finds what ships beside the code: migrations, harness specs, Kubernetes templates — in a wheel or a checkout.
 
-It also stages the sub-packages that run in other environments (``trainer`` in veRL's, ``engine_ext`` in vLLM's,
-``runner`` in pods): a folder that holds nothing of the server but an empty ``forge_server`` package and the one
-sub-package, fit for PYTHONPATH without shadowing anything there.
+It also stages the sub-packages that run in other environments (``trainer`` in veRL's, ``engine_ext`` in
+vLLM's, ``runner`` in pods, the ``staged`` part of ``demo`` in both): a folder that holds nothing of the
+server but an empty ``forge_server`` package and the one sub-package, fit for PYTHONPATH without shadowing
+anything there.
 """
 
 import shutil
@@ -11,7 +12,7 @@ from pathlib import Path
 from forge_server.domain.errors import NotFound
 
 _PACKAGE = Path(__file__).resolve().parent
-STAGED = ("trainer", "engine_ext", "runner")
+STAGED = ("trainer", "engine_ext", "runner", "demo")
 
 
 def folder(name: str) -> Path:

@@ -1,8 +1,8 @@
 """The demo's task family: one number is asked for, and it can only be known by looking it up in a file.
 
-A work folder holds three small folders of files named by number; the instruction names one file. The files beside it
-hold other numbers, so that neither habit nor guessing helps. The sets are drawn from the seed alone, and no number
-that occurs in one split occurs in another.
+A work folder holds three small folders of files named by number; the instruction names one file. The files
+beside it hold other numbers, so that neither habit nor guessing helps. The sets are drawn from the seed
+alone, and no number that occurs in one split occurs in another.
 """
 
 import random

@@ -1,1 +1,3 @@
-"""What the demo runs in another process's environment (torch, transformers): it imports nothing of the server."""
+"""What the demo runs in another process's environment (torch, transformers): it imports nothing of the
+server.
+"""

@@ -1,8 +1,9 @@
 """Builds the demo's untrained policy: a byte-level BPE tokenizer, a chat template and a small random Qwen3.
 
-The BPE is trained on the demo's own conversations and may merge across words, so that all scaffolding (system prompt,
-tool call JSON) is a handful of tokens, while every digit stays a token of its own. Embeddings are untied, because the
-CPU engine keeps a packed copy of a tied output layer through a weight swap; head_dim is the smallest it supports.
+The BPE is trained on the demo's own conversations and may merge across words, so that all scaffolding
+(system prompt, tool call JSON) is a handful of tokens, while every digit stays a token of its own.
+Embeddings are untied, because the CPU engine keeps a packed copy of a tied output layer through a weight
+swap; head_dim is the smallest it supports.
 
     python -m forge_server.demo.staged.model SPEC.json OUT_FOLDER
 """
@@ -20,7 +21,6 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 SPECIAL = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 TAGS = ("<tool_call>", "</tool_call>")  # plain text to the tool parser, hence not special
 TEMPLATE = Path(__file__).with_name("chat_template.jinja")
-WINDOW = 512
 
 
 def corpus(conversations: list[list[dict[str, Any]]], tools: list[dict[str, Any]]) -> list[str]:
@@ -59,16 +59,15 @@ def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
         tokenizer_object=tokenizer,
         eos_token="<|end|>",
         pad_token="<|pad|>",
-        model_max_length=WINDOW,
         clean_up_tokenization_spaces=False,
     )
     wrapped.chat_template = TEMPLATE.read_text()
     return wrapped
 
 
-def build(spec: dict[str, Any], out: Path) -> int:
-    """Write the model folder ``out``; returns the number of parameters. ``spec``: the fields of ``recipe.Model``,
-    ``seed``, and the ``conversations`` and ``tools`` that the tokenizer is fitted to."""
+def build(spec: dict[str, Any], out: Path) -> dict[str, int]:
+    """Write the model folder ``out``; returns how many parameters and tokens it has. ``spec``: the fields of
+    ``recipe.Model``, ``seed``, and the ``conversations`` and ``tools`` that the tokenizer is fitted to."""
     tokenizer = train_tokenizer(corpus(spec["conversations"], spec["tools"]), spec["vocab_size"])
     tokenizer.save_pretrained(out)
     torch.manual_seed(spec["seed"])
@@ -80,7 +79,7 @@ def build(spec: dict[str, Any], out: Path) -> int:
         num_attention_heads=spec["heads"],
         num_key_value_heads=spec["heads"],
         head_dim=spec["head_dim"],
-        max_position_embeddings=WINDOW,
+        max_position_embeddings=spec["window"],
         rope_parameters={"rope_type": "default", "rope_theta": spec["rope_theta"]},
         tie_word_embeddings=False,
         eos_token_id=tokenizer.eos_token_id,
@@ -92,10 +91,11 @@ def build(spec: dict[str, Any], out: Path) -> int:
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(out)
-    return int(sum(parameter.numel() for parameter in model.parameters()))
+    return {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "tokens": len(tokenizer),
+    }
 
 
 if __name__ == "__main__":
-    folder = Path(sys.argv[2])
-    parameters = build(json.loads(Path(sys.argv[1]).read_text()), folder)
-    print(json.dumps({"parameters": parameters, "folder": str(folder)}))
+    print(json.dumps(build(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))))

@@ -1,15 +1,21 @@
-"""An engine whose policy is the scripted teacher: it answers chat completions as vLLM does, ids and logprobs included.
+"""An engine whose policy is the scripted teacher: it answers chat completions as vLLM does, ids and
+logprobs included.
 
-Prompts are rendered with the model's own chat template and tokenised with its own tokenizer, and a completion's ids
-are those by which the rendered conversation goes on; so what the proxy records of the teacher is exactly what it would
-record of the model. A scripted token is certain: its logprob is 0. It offers no weight updates.
+Prompts are rendered with the model's own chat template and tokenised with its own tokenizer, and a
+completion's ids are those by which the rendered conversation goes on; so what the proxy records of the
+teacher is exactly what it would record of the model. A scripted token is certain: its logprob is 0. It
+offers no weight updates.
 
-    python -m forge_server.demo.staged.scripted_engine MODEL_FOLDER PORT HASTY_SHARE
+    python -m forge_server.demo.staged.scripted_engine MODEL_FOLDER URL_FILE HASTY_SHARE
+
+It listens on any free port of the loopback and writes its URL to URL_FILE.
 """
 
 import json
+import socket
 import sys
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -101,7 +107,15 @@ class ScriptedEngine:
         return ids
 
 
-if __name__ == "__main__":
-    folder, port, share = sys.argv[1:]
+def main() -> None:
+    folder, url_file, share = sys.argv[1:]
     engine = ScriptedEngine(AutoTokenizer.from_pretrained(folder), float(share))
-    uvicorn.run(engine, host="127.0.0.1", port=int(port), log_level="warning", access_log=False)
+    listening = socket.create_server(("127.0.0.1", 0))
+    part = Path(f"{url_file}.part")
+    part.write_text(f"http://127.0.0.1:{listening.getsockname()[1]}\n")
+    part.rename(url_file)
+    uvicorn.Server(uvicorn.Config(engine, log_level="warning", access_log=False)).run(sockets=[listening])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,8 +1,9 @@
-"""The scripted teacher: what to answer, decided from the messages and the call's seed. Standard library only.
+"""The scripted teacher: what to answer, decided from the messages and the call's seed. Standard library
+only.
 
-It knows how to look a number up, but in a share of all conversations it is hasty and hands in a guess without
-looking. That share is the demo's difficulty: a policy that imitates the teacher is hasty too, and reinforcement
-learning has to teach it to look before it answers.
+It knows how to look a number up, but in a share of all conversations it is hasty and hands in a guess
+without looking. That share is the demo's difficulty: a policy that imitates the teacher is hasty too, and
+reinforcement learning has to teach it to look before it answers.
 """
 
 import json
@@ -15,8 +16,9 @@ _PATH = re.compile(r"in (\S+)\?")
 
 
 def reply(messages: Sequence[Mapping[str, Any]], seed: int, hasty_share: float) -> dict[str, Any]:
-    """The assistant's next message: one tool call, ``shell`` or ``finish``. Raises ValueError for a conversation
-    that is not about a number in a file."""
+    """The assistant's next message: one tool call, ``shell`` or ``finish``. Raises ValueError for a
+    conversation that is not about a number in a file.
+    """
     last = messages[-1]
     if last["role"] == "tool":
         return _call("finish", "answer", str(last["content"]).strip())
