@@ -29,24 +29,29 @@ class Past(msgspec.Struct, frozen=True):
     undelivered: tuple[tuple[int, bytes, Delivery, Completion], ...]
 
 
-def past_calls(connection: sa.Connection, attempt_id: str) -> Past:
-    """Read and rebuild; runs in a reader's thread."""
-    query = (
-        sa.select(t.calls, t.call_tokens.c.data, t.call_tokens.c.prompt_digest, t.messages.c.body)
-        .outerjoin(t.call_tokens, t.call_tokens.c.call_id == t.calls.c.id)
-        .outerjoin(t.call_messages, t.call_messages.c.call_id == t.calls.c.id)
-        .outerjoin(
-            t.messages,
-            sa.and_(t.messages.c.digest == t.call_messages.c.response, t.calls.c.delivered != Delivery.YES),
-        )
-        .where(t.calls.c.attempt_id == attempt_id)
-        .order_by(t.calls.c.seq)
+_LAST_SEQ = sa.select(sa.func.max(t.calls.c.seq)).where(t.calls.c.attempt_id == sa.bindparam("attempt"))
+_CALLS = (
+    sa.select(t.calls, t.call_tokens.c.data, t.call_tokens.c.prompt_digest, t.messages.c.body)
+    .outerjoin(t.call_tokens, t.call_tokens.c.call_id == t.calls.c.id)
+    .outerjoin(t.call_messages, t.call_messages.c.call_id == t.calls.c.id)
+    .outerjoin(
+        t.messages,
+        sa.and_(t.messages.c.digest == t.call_messages.c.response, t.calls.c.delivered != Delivery.YES),
     )
-    rows = connection.execute(query).all()
-    own = [row for row in rows if row.retry_of is None]
+    .where(t.calls.c.attempt_id == sa.bindparam("attempt"))
+    .order_by(t.calls.c.seq)
+)
+
+
+def past_calls(connection: sa.Connection, attempt_id: str) -> Past:
+    """Read and rebuild; runs in a reader's thread. Most sessions are new: one small query tells."""
+    last = connection.execute(_LAST_SEQ, {"attempt": attempt_id}).scalar_one()
+    if last is None:
+        return Past(taken=0, own=0, tokens=0, calls=(), undelivered=())
+    own = [row for row in connection.execute(_CALLS, {"attempt": attempt_id}) if row.retry_of is None]
     return Past(
-        taken=rows[-1].seq + 1 if rows else 0,
-        own=sum(row.end != CallEnd.UPSTREAM_ERROR for row in own),
+        taken=last + 1,
+        own=len(own),
         tokens=sum(row.completion_len or 0 for row in own),
         calls=_rebuild(own),
         undelivered=tuple(

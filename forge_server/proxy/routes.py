@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import structlog
 
+from forge_server.domain.errors import StoreError
 from forge_server.domain.states import CallEnd, Delivery
 from forge_server.domain.turn import Turn
 from forge_server.proxy.calls import Calls
@@ -129,6 +130,10 @@ class InferenceRoutes:
             await _refuse(send, dialect, refusal)
         except _Gone:
             pass
+        except StoreError as error:
+            log.error("request failed", path=scope["path"], error=str(error))
+            refusal = Refusal(503, "store_unavailable", "the database does not answer", retry_after=2)
+            await _refuse(send, dialect, refusal)
         except Exception:
             log.exception("request failed", path=scope["path"])
             await _refuse(send, dialect, Refusal(500, "internal_error", "internal error"))
