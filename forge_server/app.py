@@ -30,7 +30,8 @@ from forge_server.api.pod import pod_routes
 from forge_server.api.rollouts import rollout_routes
 from forge_server.api.runs import run_routes
 from forge_server.api.trainer import trainer_routes
-from forge_server.assets import folder as asset_folder, stage_package
+from forge_server.assets import folder as asset_folder
+from forge_server.assets import stage_package
 from forge_server.client.schemas import Check
 from forge_server.controller.bell import Bells
 from forge_server.controller.cohort import Cohorts
@@ -70,7 +71,8 @@ from forge_server.services.external import ExternalRollouts
 from forge_server.services.lookups import CallPolicies, TaskFiles
 from forge_server.services.task_import import TaskImport
 from forge_server.settings import Settings
-from forge_server.store import events as event_log, instance, keys
+from forge_server.store import events as event_log
+from forge_server.store import instance, keys
 from forge_server.store.database import Store
 
 log = structlog.get_logger(__name__)
@@ -141,7 +143,7 @@ class _Settled:
 class _NoEngine:
     """``[engine] kind = "none"``: every call waits for nothing and is told why."""
 
-    reason = "not configured: add [engine] kind = \"managed\" and model = \"FOLDER\" to forge.toml"
+    reason = 'not configured: add [engine] kind = "managed" and model = "FOLDER" to forge.toml'
     ready = False
 
     async def chat(self, body: Any, *, request_id: str, known: Any = None) -> Any:
@@ -242,7 +244,9 @@ def build_launcher(settings: Settings) -> Launcher:
 class Server:
     """One running server. Use ``running``."""
 
-    def __init__(self, settings: Settings, listening: Listening, store: Store, who: instance.Instance) -> None:
+    def __init__(
+        self, settings: Settings, listening: Listening, store: Store, who: instance.Instance
+    ) -> None:
         self.settings, self.listening, self.store, self.instance = settings, listening, store, who
         self.specs = load_specs(settings)
         self.admin_key = settings.security.admin_key or keys.admin_key(settings.data_dir / "admin.key")
@@ -393,7 +397,9 @@ class Server:
 
     def pod_app(self) -> InferenceRoutes:
         """The pod-facing listener: inference, and the runner's routes behind it."""
-        routes = pod_routes(_Settled(self.lifecycle, self.sessions), self.plans, self.store, self.instance.secret)
+        routes = pod_routes(
+            _Settled(self.lifecycle, self.sessions), self.plans, self.store, self.instance.secret
+        )
         runner = Litestar(
             routes,
             openapi_config=None,
@@ -408,7 +414,7 @@ class Server:
             model=self.settings.engine.served_model,
             max_body=self.settings.proxy.max_body_mb << 20,
             keepalive_after_s=self.settings.proxy.keepalive_after_s,
-            otherwise=runner,  # type: ignore[arg-type]
+            otherwise=runner,
         )
 
     def _agent_key(self, key: str) -> str | None:
@@ -453,7 +459,9 @@ class Server:
             return Check("engine", self.engine.ready, self.engine.reason)
 
         async def attempts() -> Check:
-            return Check("attempts", True, f"{len(self.scheduler.live)} of {self.scheduler.in_flight} in flight")
+            return Check(
+                "attempts", True, f"{len(self.scheduler.live)} of {self.scheduler.in_flight} in flight"
+            )
 
         return [database, engine, attempts]
 
@@ -544,8 +552,9 @@ async def serve(settings: Settings, stop: asyncio.Event) -> None:
             data=str(settings.data_dir),
             instance=server.instance.id,
         )
-        waiting = asyncio.create_task(stop.wait())
-        await asyncio.wait({waiting, server.failed}, return_when=asyncio.FIRST_COMPLETED)
+        waiting = asyncio.ensure_future(stop.wait())
+        futures: set[asyncio.Future[Any]] = {waiting, server.failed}
+        await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
         log.info("stopping")
         if server.failed.done():

@@ -4,6 +4,7 @@ import sys
 from typing import Any
 
 import rich_click as click
+from click.exceptions import Exit
 
 from forge_server import __version__
 
@@ -13,8 +14,12 @@ _config = click.option("-c", "--config", type=click.Path(), help="Settings file 
 
 
 def _url(command: Any) -> Any:
-    command = click.option("--url", help="Control URL of the server (default: FORGE_URL, else ./forge.toml).")(command)
-    return click.option("--key", help="Admin key (default: FORGE_KEY, else the data folder's admin.key).")(command)
+    command = click.option(
+        "--url", help="Control URL of the server (default: FORGE_URL, else ./forge.toml)."
+    )(command)
+    return click.option("--key", help="Admin key (default: FORGE_KEY, else the data folder's admin.key).")(
+        command
+    )
 
 
 @click.group(context_settings=CONTEXT)
@@ -55,7 +60,9 @@ def demo(folder: str, seed: int, versions: int | None, control: bool) -> None:
 
 @cli.command()
 @_config
-@click.option("--data", metavar="RUN", help="Check the recorded data of a run against the invariants instead.")
+@click.option(
+    "--data", metavar="RUN", help="Check the recorded data of a run against the invariants instead."
+)
 @_json
 def check(config: str | None, data: str | None, as_json: bool) -> None:
     """Preflight: one line per check, and the mend."""
@@ -380,7 +387,7 @@ def db_downgrade(revision: str, config: str | None) -> None:
 @click.option("--out", type=click.Path(), help="File to write (default: RUN.FORMAT).")
 @click.option("--min-reward", type=float, help="Only rollouts with at least this reward.")
 @_config
-def export(run_name: str, kind: str, out: str | None, min_reward: float | None, config: str | None) -> None:
+def export(run_name: str, kind: Any, out: str | None, min_reward: float | None, config: str | None) -> None:
     """Write a run's samples as a file."""
     from forge_server.commands import data
 
@@ -404,12 +411,12 @@ def main() -> None:
 
     try:
         cli.main(prog_name="forge-server", standalone_mode=False)
-    except click.exceptions.Abort:
+    except click.Abort:
         sys.exit(130)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
-    except click.exceptions.Exit as error:
+    except Exit as error:
         sys.exit(error.exit_code)
     except ForgeError as error:
         click.echo(f"forge-server: {error}", err=True)

@@ -228,7 +228,9 @@ def _overlay(data: dict[str, Any], environ: Mapping[str, str]) -> None:
         if key not in fields:
             raise _unknown_key(key, [section], f"environment variable {name}")
         value: Any = text
-        if fields[key] is not str and not (get_args(fields[key]) and isinstance(get_args(fields[key])[0], str)):
+        if fields[key] is not str and not (
+            get_args(fields[key]) and isinstance(get_args(fields[key])[0], str)
+        ):
             try:
                 value = tomllib.loads(f"v = {text}")["v"]
             except tomllib.TOMLDecodeError:
@@ -264,16 +266,22 @@ def _explain(message: str, where: str) -> ConfigError:
     match = _AT.match(message)
     at = (match["at"] if match else None) or "$"
     what = match["what"] if match else message
-    return ConfigError(f"{at.removeprefix('$.')}: {what[:1].lower()}{what[1:]}", where=where, mend="mend the value")
+    return ConfigError(
+        f"{at.removeprefix('$.')}: {what[:1].lower()}{what[1:]}", where=where, mend="mend the value"
+    )
 
 
 def _check(settings: Settings, where: str) -> None:
     engine = settings.engine
     if engine.kind == "attach" and not engine.url:
-        raise ConfigError("[engine] kind is attach but url is empty", where=where, mend="add url = \"http://…\"")
+        raise ConfigError(
+            "[engine] kind is attach but url is empty", where=where, mend='add url = "http://…"'
+        )
     if engine.kind == "managed" and not engine.model:
         raise ConfigError(
-            "[engine] kind is managed but model is empty", where=where, mend="add model = \"FOLDER\" (HF format)"
+            "[engine] kind is managed but model is empty",
+            where=where,
+            mend='add model = "FOLDER" (HF format)',
         )
     names = [run.name for run in settings.run]
     for name in names:

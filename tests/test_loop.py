@@ -39,7 +39,10 @@ def test_recorded_logprobs_are_the_trainers(lab: Lab, temperature: float) -> Non
     found = metrics(lab, name)
     for step in (1, 2):
         trainer = found[step, "trainer"]
-        print(f"T={temperature} step {step}: gap mean {trainer['logprob_gap_mean']:.2e} max {trainer['logprob_gap_max']:.2e}")
+        print(
+            f"T={temperature} step {step}: gap mean {trainer['logprob_gap_mean']:.2e}"
+            f" max {trainer['logprob_gap_max']:.2e}"
+        )
         assert trainer["logprob_gap_max"] <= FLOAT32_LIMIT
         assert trainer["tokens_trained"] > 0
         assert found[step, "controller"]["swap/probe_max_gap"] <= FLOAT32_LIMIT
@@ -52,7 +55,9 @@ def test_recorded_logprobs_are_the_trainers(lab: Lab, temperature: float) -> Non
 def test_mini_swe_agent_runs_unmodified(lab: Lab) -> None:
     """The harness from PyPI runs tasks against the real engine: whatever the model babbles is recorded exactly."""
     lab.cli("env", "create", "mini-swe-agent")
-    settings = run_settings("mini", kind="record", harness="mini-swe-agent", steps=1, groups=2, n=1, max_calls=6)
+    settings = run_settings(
+        "mini", kind="record", harness="mini-swe-agent", steps=1, groups=2, n=1, max_calls=6
+    )
     settings.pop("overrides")
     with lab.client() as client:
         client.create_run(settings)
@@ -60,7 +65,12 @@ def test_mini_swe_agent_runs_unmodified(lab: Lab) -> None:
     counts = report(lab, "mini")
     assert counts["calls"] >= 2 and counts["calls.ok"] >= 2
     assert counts["samples"] >= 1
-    kinds = {row.kind for row in lab.query("SELECT r.kind FROM rollouts r JOIN runs u ON u.id = r.run_id WHERE u.name = 'mini'")}
+    kinds = {
+        row.kind
+        for row in lab.query(
+            "SELECT r.kind FROM rollouts r JOIN runs u ON u.id = r.run_id WHERE u.name = 'mini'"
+        )
+    }
     assert kinds <= {"ok", "harness_exit", "budget_calls", "context_overflow", "agent_timeout"}
 
 

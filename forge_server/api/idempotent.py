@@ -30,9 +30,7 @@ class Idempotency:
         self._store = store
         self._locks: dict[tuple[str, str], asyncio.Lock] = {}
 
-    async def run(
-        self, key: str | None, route: str, body: Any, act: Callable[[], Awaitable[T]]
-    ) -> T:
+    async def run(self, key: str | None, route: str, body: Any, act: Callable[[], Awaitable[T]]) -> T:
         if not key:
             return await act()
         digest = blake2b(msgspec.json.encode(body), digest_size=16).digest()

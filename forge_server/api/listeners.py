@@ -29,7 +29,9 @@ def bind_tcp(host: str, port: int, what: str) -> socket.socket:
         sock.close()
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(
-                f"port {port} on {host} is in use", where=what, mend="stop what listens there or choose another port"
+                f"port {port} on {host} is in use",
+                where=what,
+                mend="stop what listens there or choose another port",
             ) from None
         raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror})", where=what) from None
     sock.setblocking(False)
@@ -84,7 +86,7 @@ async def serving(
     server = _Server(config)
     task = asyncio.create_task(server.serve(sockets=sockets), name="listener")
     try:
-        while not server.started and not task.done():
+        while not server.started and not task.done():  # noqa: ASYNC110 - uvicorn only has a flag
             await asyncio.sleep(0.01)
         if task.done():
             await task

@@ -32,9 +32,7 @@ def check_limit(limit: int) -> int:
     return limit
 
 
-def page(
-    rows: Sequence[Row], limit: int, key: Callable[[Row], Any], view: Callable[[Row], Any]
-) -> Page:
+def page(rows: Sequence[Row], limit: int, key: Callable[[Row], Any], view: Callable[[Row], Any]) -> Page:
     """``rows`` were read with ``limit + 1``; the surplus row only tells that there is a next page."""
     more = len(rows) > limit
     shown = rows[:limit]

@@ -15,9 +15,7 @@ log = structlog.get_logger(__name__)
 
 def problem(status: int, slug: str, title: str, detail: str, instance: str = "") -> Response[bytes]:
     body = Problem(type=slug, title=title, status=status, detail=detail, instance=instance)
-    return Response(
-        msgspec.json.encode(body), status_code=status, media_type="application/problem+json"
-    )
+    return Response(msgspec.json.encode(body), status_code=status, media_type="application/problem+json")
 
 
 def on_forge_error(request: Request[Any, Any, Any], error: ForgeError) -> Response[bytes]:
@@ -37,7 +35,11 @@ def on_http_error(request: Request[Any, Any, Any], error: HTTPException) -> Resp
 def on_unexpected(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
     log.exception("unexpected error", path=request.url.path, exc_info=error)
     return problem(
-        500, "error", "unexpected error", f"{type(error).__name__}; the server's log tells more", request.url.path
+        500,
+        "error",
+        "unexpected error",
+        f"{type(error).__name__}; the server's log tells more",
+        request.url.path,
     )
 
 

@@ -26,7 +26,9 @@ class Rollouts(Protocol):
 class Conversations(Protocol):
     """Requests and responses of calls, decoded from the content-addressed messages."""
 
-    def __call__(self, connection: sa.Connection, call_ids: list[int]) -> dict[int, tuple[list[Any], Any]]: ...
+    def __call__(
+        self, connection: sa.Connection, call_ids: list[int]
+    ) -> dict[int, tuple[list[Any], Any]]: ...
 
 
 class LogTails(Protocol):
@@ -40,9 +42,7 @@ def rollout_routes(
     async def register(data: s.RolloutCreate, idempotency_key: IdempotencyKey = None) -> s.Registration:
         if data.mode not in ("record", "eval", "train"):
             raise InvalidRequest(f"unknown mode {data.mode!r}", where="mode", mend="record, eval or train")
-        return await idempotency.run(
-            idempotency_key, "POST /rollouts", data, lambda: rollouts.register(data)
-        )
+        return await idempotency.run(idempotency_key, "POST /rollouts", data, lambda: rollouts.register(data))
 
     @get("/rollouts", summary="Rollouts, newest first")
     async def listing(
@@ -87,9 +87,7 @@ def rollout_routes(
         def read(connection: sa.Connection) -> list[s.SampleView]:
             views.rollout_detail(connection, rollout_id)
             query = (
-                sa.select(t.samples)
-                .where(t.samples.c.rollout_id == rollout_id)
-                .order_by(t.samples.c.index)
+                sa.select(t.samples).where(t.samples.c.rollout_id == rollout_id).order_by(t.samples.c.index)
             )
             return [views.sample_view(row) for row in connection.execute(query)]
 
@@ -109,7 +107,11 @@ def rollout_routes(
         await rollouts.cancel(rollout_id)
         return await store.read(lambda c: views.rollout_detail(c, rollout_id))
 
-    @post("/rollouts/{rollout_id:str}/retry", summary="Give up the current attempt, start a new one", status_code=200)
+    @post(
+        "/rollouts/{rollout_id:str}/retry",
+        summary="Give up the current attempt, start a new one",
+        status_code=200,
+    )
     async def retry(rollout_id: str) -> s.RolloutDetail:
         await store.read(lambda c: views.rollout_detail(c, rollout_id))
         await rollouts.retry(rollout_id)

@@ -78,7 +78,9 @@ def run_routes(
         elif data.action == "cancel":
             await runs.cancel(row.id)
         elif data.action is not None:
-            raise InvalidRequest(f"unknown action {data.action!r}", where="action", mend="pause, resume or cancel")
+            raise InvalidRequest(
+                f"unknown action {data.action!r}", where="action", mend="pause, resume or cancel"
+            )
         if data.in_flight is not None:
             if data.in_flight < 0:
                 raise InvalidRequest("in_flight must not be negative", where="in_flight")

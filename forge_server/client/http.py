@@ -98,7 +98,7 @@ class ForgeClient:
         if response.status_code >= 400:
             raise self._problem(response)
         if kind is type(None):
-            return None  # type: ignore[return-value]
+            return None
         return msgspec.json.decode(response.content, type=kind)
 
     def _problem(self, response: httpx.Response) -> ForgeError:
@@ -108,7 +108,9 @@ class ForgeClient:
             problem = s.Problem("error", response.reason_phrase, response.status_code, response.text[:300])
         if problem.status == 401:
             return Unauthorized(
-                "the server does not accept this key", where=self.url, mend="give FORGE_KEY or run in its folder"
+                "the server does not accept this key",
+                where=self.url,
+                mend="give FORGE_KEY or run in its folder",
             )
         return ApiError(problem)
 

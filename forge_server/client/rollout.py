@@ -21,7 +21,9 @@ class ExternalRollout:
             headers={"authorization": f"Bearer {registration.runner_key}"},
             timeout=timeout_s,
             trust_env=False,
-            verify=registration.base_url.startswith("https"),  # reading certificates costs more than the rollout
+            verify=registration.base_url.startswith(
+                "https"
+            ),  # reading certificates costs more than the rollout
         )
         self.finished = False
 
@@ -30,7 +32,9 @@ class ExternalRollout:
         if response.status_code >= 400:
             raise ForgeError(f"the server answered {response.status_code} to {path}: {response.text[:300]}")
 
-    def reward(self, value: float, *, call_id: int | None = None, detail: dict[str, Any] | None = None) -> None:
+    def reward(
+        self, value: float, *, call_id: int | None = None, detail: dict[str, Any] | None = None
+    ) -> None:
         """Score the rollout; no model call is accepted afterwards."""
         self._post("seal", {"reason": "reward"})
         self._post(

@@ -104,9 +104,14 @@ async def _engine(settings: Settings) -> list[Check]:
         return [Check("engine", False, "not configured; add [engine] kind and model to forge.toml")]
     url = engine.url if engine.kind == "attach" else running_engine(settings.data_dir / "engine")
     if url is None:
-        return [Check("engine", True, "managed: started by `forge-server up`; run check beside it to probe it")]
+        return [
+            Check("engine", True, "managed: started by `forge-server up`; run check beside it to probe it")
+        ]
     client = EngineClient(url, engine.served_model, api_key=engine.api_key)
     try:
-        return [Check(c.name, c.ok, c.found + (f"; {c.mend}" if c.mend and not c.ok else "")) for c in await preflight(client)]
+        return [
+            Check(c.name, c.ok, c.found + (f"; {c.mend}" if c.mend and not c.ok else ""))
+            for c in await preflight(client)
+        ]
     finally:
         await client.close()

@@ -14,7 +14,9 @@ def create(name: str, config: str | None) -> None:
         return
     specs = load_specs(config_tree.load(config_tree.find_file(config)))
     if name not in specs:
-        raise NotFound(f"there is no environment {name!r}", mend=f"known: engine, trainer, {', '.join(specs)}")
+        raise NotFound(
+            f"there is no environment {name!r}", mend=f"known: engine, trainer, {', '.join(specs)}"
+        )
     install = specs[name].install
     if install is None:
         print(f"{name} ships with forge-server: nothing to install")

@@ -51,7 +51,9 @@ def show(rollout_id: str, url: str | None, key: str | None, as_json: bool) -> No
         for message in request[seen:] if len(request) >= seen else request:
             out.console.print(msgspec.json.encode(message).decode(), markup=False, soft_wrap=True)
         seen = len(request) + 1
-        out.console.print(msgspec.json.encode(call.response).decode(), markup=False, style="green", soft_wrap=True)
+        out.console.print(
+            msgspec.json.encode(call.response).decode(), markup=False, style="green", soft_wrap=True
+        )
 
 
 def calls(rollout_id: str, url: str | None, key: str | None, as_json: bool) -> None:

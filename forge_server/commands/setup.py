@@ -4,7 +4,7 @@ from pathlib import Path
 
 from forge_server.domain.errors import Conflict
 
-TEMPLATE = '''\
+TEMPLATE = """\
 # forge-server settings. Everything here is optional: an empty file is valid.
 # FORGE_SECTION__KEY environment variables override it, e.g. FORGE_SERVER__PORT=9000.
 
@@ -47,7 +47,7 @@ TEMPLATE = '''\
 # [run.eval]
 # split = "test"
 # every = 10
-'''
+"""
 
 
 def init(folder: str) -> None:

@@ -36,7 +36,10 @@ def import_(path: str, taskset: str, split: str, url: str | None, key: str | Non
 def listing(taskset: str | None, limit: int, url: str | None, key: str | None, as_json: bool) -> None:
     with ForgeClient(url, key) as client:
         out.rows(
-            list(client.tasks(taskset, limit)), COLUMNS, as_json, empty="no tasks yet: forge-server task import"
+            list(client.tasks(taskset, limit)),
+            COLUMNS,
+            as_json,
+            empty="no tasks yet: forge-server task import",
         )
 
 

@@ -40,7 +40,9 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     label: str = ""
 
 
-def count_fault(completion: Ids, logprobs: Logprobs | None, usage_completion_tokens: int) -> Untrainable | None:
+def count_fault(
+    completion: Ids, logprobs: Logprobs | None, usage_completion_tokens: int
+) -> Untrainable | None:
     """Invariant I2: ``len(ids) == usage.completion_tokens == len(logprobs)``, all logprobs finite and <= 0.
 
     Returns the reason why the call may not be trained, or None.

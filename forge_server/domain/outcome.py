@@ -89,9 +89,7 @@ KINDS: dict[Outcome, frozenset[Kind]] = {
     Outcome.TASK_FAILURE: frozenset({Kind.BAD_SPEC, Kind.GOLD_FAILS, Kind.VERIFIER_INVALID}),
 }
 
-NEEDS_EVIDENCE: frozenset[Kind] = frozenset(
-    {Kind.RUNNER_LOST, Kind.RECORD_INCOMPLETE, Kind.VERIFIER_CRASH}
-)
+NEEDS_EVIDENCE: frozenset[Kind] = frozenset({Kind.RUNNER_LOST, Kind.RECORD_INCOMPLETE, Kind.VERIFIER_CRASH})
 """Infra only with evidence independent of the agent; otherwise the policy bears it."""
 
 

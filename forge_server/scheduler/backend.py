@@ -45,7 +45,8 @@ class LaunchFailed(Exception):
 class Backend(Protocol):
     """One way of running attempts."""
 
-    name: Literal["local", "kubernetes"]
+    @property
+    def name(self) -> Literal["local", "kubernetes"]: ...
 
     async def start(self, on_gone: Callable[[Gone], None]) -> None:
         """Take over or clear away what an earlier life left; from now on call ``on_gone`` on the event loop.

@@ -84,7 +84,9 @@ class ExternalRollouts:
     async def _run(self, body: RolloutCreate) -> tuple[str, float]:
         """Run id and the agent clock in seconds."""
         if body.run is None:
-            settings = RunSettings(name=EXTERNAL, kind="record", policy=self._policy, taskset=EXTERNAL, harness=EXTERNAL)
+            settings = RunSettings(
+                name=EXTERNAL, kind="record", policy=self._policy, taskset=EXTERNAL, harness=EXTERNAL
+            )
             return await self._create_run(settings), settings.max_seconds
 
         def read(connection: sa.Connection) -> tuple[str, float] | None:
@@ -96,7 +98,9 @@ class ExternalRollouts:
 
         found = await self._store.read(read)
         if found is None:
-            raise NotFound(f"there is no run {body.run!r}", where="run", mend="`forge-server run list` shows them")
+            raise NotFound(
+                f"there is no run {body.run!r}", where="run", mend="`forge-server run list` shows them"
+            )
         return found
 
     async def _task(self, name_or_id: str) -> str:

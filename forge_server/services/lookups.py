@@ -91,7 +91,7 @@ class TaskFiles:
         task = self._kept.get(task_id)
         if task is None:
             query = sa.select(t.tasks).where(t.tasks.c.id == task_id)
-            row = await self._store.read(lambda c: c.execute(query).mappings().one())
+            row = dict(await self._store.read(lambda c: c.execute(query).mappings().one()))
             task = self._kept[task_id] = from_row(row)
             if len(self._kept) > KEPT_TASKS:
                 self._kept.popitem(last=False)
