@@ -6,12 +6,14 @@ The program is a stand-in that listens like vLLM, starts a worker in its session
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
 import pytest
+import uvloop
 from engine_fake import until
 
 from forge_server.domain.errors import EngineError
@@ -206,3 +208,23 @@ async def test_a_missing_environment_or_model_is_named(
         await host.up(policy)
     with pytest.raises(EngineError, match="no model to start"):
         await host.up(Policy(0, tmp_path / "empty"))
+
+
+def test_the_end_of_a_process_is_seen_on_the_servers_loop() -> None:
+    """The server runs on uvloop, whose readers are not asyncio's."""
+    child = subprocess.Popen(["sleep", "600"])
+
+    async def watch() -> None:
+        identity = process.identify(child.pid)
+        assert identity is not None
+        ended = asyncio.create_task(process.exited(identity))
+        await asyncio.sleep(0)
+        child.kill()
+        await asyncio.wait_for(ended, 20)
+        await asyncio.wait_for(process.exited(identity), 20)  # at once, when it is gone already
+
+    try:
+        uvloop.run(watch())
+    finally:
+        child.kill()
+        child.wait()

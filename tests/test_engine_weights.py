@@ -2,6 +2,7 @@
 serves afterwards."""
 
 import copy
+import errno
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from forge_server.engine.attach import AttachedHost
 from forge_server.engine.checkpoint import Policy
 from forge_server.engine.client import EngineClient
 from forge_server.engine.control import EngineControl
+from forge_server.engine.hosts import Address
 from forge_server.engine.pool import EnginePool
 from forge_server.engine.probe import preflight
 from forge_server.engine.weights import SWAPPING, EngineLost, settle, swap
@@ -270,3 +272,25 @@ async def test_calls_of_one_attempt_stay_on_one_replica(fake: FakeEngine, polici
             counts.append(tuple(b - a for a, b in zip(before, after, strict=True)))
         assert set(counts) == {(3, 0), (0, 3)}  # each attempt on one; both are used
         await pool.close()
+
+
+class FullDiskOnce(AttachedHost):
+    """Fails as a managed host does that cannot write its record."""
+
+    failed = False
+
+    async def up(self, policy: Policy) -> Address:
+        if not self.failed:
+            self.failed = True
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return await super().up(policy)
+
+
+async def test_supervision_outlives_what_nobody_expected(fake: FakeEngine, policies: list[Policy]) -> None:
+    host = FullDiskOnce(fake.url)
+    pool = EnginePool([host], model="forge", policy=policies[0], start_timeout_s=20)
+    pool.start()
+    await until(lambda: "No space left" in pool.reason)
+    await pool.wait_ready(20)
+    assert host.failed and pool.reason == ""
+    await pool.close()

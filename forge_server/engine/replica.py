@@ -67,17 +67,24 @@ class Replica:
         while True:
             began = asyncio.get_running_loop().time()
             try:
-                self.reason = await self._serve_once()
-            except CheckpointError as error:
-                self.reason = str(error)  # another process would not help
-            except ForgeError as error:
-                self.reason = str(error)
-                await self._host.discard()
+                self.reason = await self._serve_or_discard()
+            except Exception as error:  # a full disk, a bug: the engine must still come back
+                self.reason = f"{type(error).__name__}: {error}"
+                log.exception("engine supervision failed")
             lived = asyncio.get_running_loop().time() - began
             failures = 0 if lived > 5 * _BACKOFF_MAX_S else failures + 1
             pause = min(_BACKOFF_MAX_S, 0.25 * 2**failures)
             log.warning("engine lost", reason=self.reason, again_in_s=pause)
             await asyncio.sleep(pause)
+
+    async def _serve_or_discard(self) -> str:
+        try:
+            return await self._serve_once()
+        except CheckpointError as error:
+            return str(error)  # another process would not help
+        except ForgeError as error:
+            await self._host.discard()
+            return str(error)
 
     async def _serve_once(self) -> str:
         """Serve until the engine has to be settled again; the reason. Raises EngineError when it is lost."""

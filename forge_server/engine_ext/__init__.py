@@ -1,0 +1,1 @@
+"""Runs only in vLLM's environment."""
