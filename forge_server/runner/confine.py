@@ -84,6 +84,7 @@ class Child:
         """``binds``: (source, place inside, writable); ``door``: whether a relay listener is opened."""
         self.box = box
         ours, theirs = socket.socketpair()
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)  # before anything can be sent
         out_read, out_write = os.pipe()
         info_read, info_write = os.pipe()
         # In its own network namespace the port may be fixed; else any free one.
@@ -101,7 +102,6 @@ class Child:
         self._channel = ours
         self._pidfds = [os.pidfd_open(self.pid)]
         self._status: int | None = None
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         ours.settimeout(60.0)
         self.listener: socket.socket | None = None
         try:
