@@ -132,8 +132,8 @@ class InferenceRoutes:
             pass
         except StoreError as error:
             log.error("request failed", path=scope["path"], error=str(error))
-            refusal = Refusal(503, "store_unavailable", "the database does not answer", retry_after=2)
-            await _refuse(send, dialect, refusal)
+            away = Refusal(503, "store_unavailable", "the database does not answer", retry_after=2)
+            await _refuse(send, dialect, away)
         except Exception:
             log.exception("request failed", path=scope["path"])
             await _refuse(send, dialect, Refusal(500, "internal_error", "internal error"))
