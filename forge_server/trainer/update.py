@@ -154,11 +154,9 @@ class Policy:
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, found)
         rows = {place: pair for part in everyone for place, pair in part.items()}
-        untrained = [index for index in range(len(batch.rows)) if index not in rows]
-        for index in untrained:
-            length = len(batch.rows[index].tokens) - batch.rows[index].prompt_len
-            rows[index] = (torch.zeros(length), torch.zeros(length))
-        ordered = [rows[index] for index in range(len(batch.rows))]
+        # Rollouts with nothing to train have no place in the layout, and no use for a value.
+        nothing = (torch.zeros(1), torch.zeros(1))
+        ordered = [rows.get(index, nothing) for index in range(len(batch.rows))]
         return _pad([pair[0] for pair in ordered]), _pad([pair[1] for pair in ordered]) if entropy else None
 
     def _update(
