@@ -2,16 +2,17 @@
 
 from pathlib import Path
 
-import msgspec
+from msgspec.structs import replace
 
 from forge_server.demo.recipe import RECIPE
 from forge_server.demo.run import run_demo
 
 
 def demo(folder: str, seed: int, versions: int | None, control: bool) -> None:
+    """The control has learning rate 0: whatever it seems to gain is noise of the measurement."""
     learning = RECIPE.learning
     if versions is not None:
-        learning = msgspec.structs.replace(learning, versions=versions)
+        learning = replace(learning, versions=versions)
     if control:
-        learning = msgspec.structs.replace(learning, lr=0.0)
-    run_demo(Path(folder), seed, msgspec.structs.replace(RECIPE, learning=learning))
+        learning = replace(learning, lr=0.0)
+    run_demo(Path(folder), seed, replace(RECIPE, learning=learning))
