@@ -88,7 +88,6 @@ class ProxySettings(Section, frozen=True):
 class SchedulerSettings(Section, frozen=True):
     """``[scheduler]``: how many attempts, and how long each may take to start and to stop."""
 
-    backend: Literal["local"] = "local"
     in_flight: int = 8
     startup_s: float = 120.0
     heartbeat_s: float = 5.0
@@ -109,13 +108,6 @@ class LocalSettings(Section, frozen=True):
     pids: int = 256
     allow_binds: tuple[str, ...] = ()
     """Further folders that every sandbox sees, read-only."""
-
-
-class ControllerSettings(Section, frozen=True):
-    """``[controller]``: the training loop."""
-
-    keep_policies: int = 2
-    """Exports kept on disk beside the live one."""
 
 
 class TrainerSettings(Section, frozen=True):
@@ -152,7 +144,6 @@ class Settings(Section, frozen=True, kw_only=True):
     proxy: ProxySettings = ProxySettings()
     scheduler: SchedulerSettings = SchedulerSettings()
     local: LocalSettings = LocalSettings()
-    controller: ControllerSettings = ControllerSettings()
     trainer: TrainerSettings = TrainerSettings()
     harness: HarnessSettings = HarnessSettings()
     security: SecuritySettings = SecuritySettings()
