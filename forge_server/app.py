@@ -491,6 +491,7 @@ class Server:
         """Launch nothing more, end what must not outlive us, write what is queued."""
         self._stopping = True
         self.ticks.stop()
+        self.link.close()
         await self.controller.stop()
         await self.scheduler.stop()
         for task in self._background:

@@ -8,11 +8,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-
-from forge_server.domain.errors import CheckpointError
-from forge_server.domain.states import PolicyState
-from forge_server.store import tables as t
-from tests.controller_support import (
+from controller_support import (
     FakeTrainer,
     FakeWeights,
     World,
@@ -21,6 +17,10 @@ from tests.controller_support import (
     world,
     write_checkpoint,
 )
+
+from forge_server.domain.errors import CheckpointError
+from forge_server.domain.states import PolicyState
+from forge_server.store import tables as t
 
 pytestmark = pytest.mark.timeout(300)
 

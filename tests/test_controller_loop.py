@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from controller_support import FakeWeights, eventually, settings, world, write_checkpoint
 
 from forge_server.domain.engine import EngineUnavailable
 from forge_server.domain.errors import CheckpointError, Conflict
 from forge_server.domain.run import RunEval
 from forge_server.store import tables as t
-from tests.controller_support import FakeWeights, eventually, settings, world, write_checkpoint
 
 pytestmark = pytest.mark.timeout(120)
 

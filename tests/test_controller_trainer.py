@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import sqlalchemy as sa
+from controller_support import FakeLauncher, eventually, settings, world
 
 from forge_server.controller import keeper as keeper_module
 from forge_server.controller import processes
@@ -18,7 +19,6 @@ from forge_server.controller.launcher import AttachLauncher, TrainerJob
 from forge_server.controller.local_trainer import LocalLauncher
 from forge_server.domain.errors import TrainerError
 from forge_server.store import tables as t
-from tests.controller_support import FakeLauncher, eventually, settings, world
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from controller_support import World, eventually, settings, world, write_checkpoint
 
 from forge_server.store import keys
 from forge_server.store import tables as t
 from forge_server.trainer.errors import Fenced, LinkFailed, RunEnded
-from tests.controller_support import World, eventually, settings, world, write_checkpoint
 
 pytestmark = pytest.mark.timeout(120)
 
