@@ -136,7 +136,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         url = options.url or f"sqlite:///{Path(folder) / 'bench.db'}"
         rate = uvloop.run(measure(url, options.producers, options.seconds))
-    print(f"to reach: {REACH:,} / s: {'reached' if rate >= REACH else f'short by {1 - rate / REACH:.0%}'}")
+    verdict = "reached" if rate >= REACH else f"short by {1 - rate / REACH:.0%}"
+    print(f"acknowledgements per second: {rate:,.0f}; to reach: {REACH:,}: {verdict}")
     return 0 if rate >= REACH else 1
 
 

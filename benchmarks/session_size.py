@@ -152,11 +152,10 @@ def main() -> int:
                 )
             }
     print(f"{TURNS} turns, {tokens:,} tokens, {wire / 1e6:.1f} MB over the wire")
-    print(f"in the database: {grown / 1e6:.3f} MB")
     for what, (total, count) in parts.items():
         print(f"  {what}: {total / 1e6:.3f} MB in {count} rows")
     verdict = "reached" if grown <= REACH else f"over by {grown / REACH - 1:.0%}"
-    print(f"to reach: {REACH / 1e6:.1f} MB: {verdict}")
+    print(f"session in the database, MB: {grown / 1e6:.3f}; to reach: {REACH / 1e6:.1f}: {verdict}")
     return 0 if grown <= REACH else 1
 
 
