@@ -121,7 +121,8 @@ def test_a_refused_connection_is_waited_for(door, upstream):
     upstream.listener.close()
     sock, reader = door()
     sock.sendall(post())
-    again = Upstream(upstream.port).serve(lambda c, r: again.answer()(c, r))
+    again = Upstream(upstream.port)
+    again.serve(again.answer())
     assert read(reader)[0] == b"200"
     again.listener.close()
 

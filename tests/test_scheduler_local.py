@@ -13,6 +13,7 @@ from forge_server.domain import events as e
 from forge_server.domain.errors import EnvironmentMissing, SandboxError
 from forge_server.harness.plan import PlanLimits
 from forge_server.scheduler import leftovers
+from forge_server.scheduler.limits import Cgroups, clear_instance
 from forge_server.scheduler.sandbox import probe
 from forge_server.scheduler.trials import LocalTrials
 from forge_server.scheduler.uids import UserIds
@@ -222,3 +223,18 @@ def test_user_ids_are_never_shared(tmp_path):
     assert third.take() == taken[0]
     second.close()
     third.close()
+
+
+def test_cgroups_of_an_earlier_life_are_found_and_cleared():
+    """Also where the server lived elsewhere in the hierarchy; what runs in them is killed."""
+    cgroups = Cgroups.find("in-test")
+    assert cgroups.kind
+    folders = cgroups.make("at-1", 100, 10)
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        for folder in folders:
+            Path(folder, "cgroup.procs").write_text(str(process.pid))
+        clear_instance("in-test")
+        assert process.wait(10) == -signal.SIGKILL
+    assert not any(Path(folder).parent.exists() for folder in folders)
+    cgroups.make("at-2", 0, 0)  # it may have been another life that cleared
+    cgroups.close()

@@ -40,7 +40,7 @@ class Cgroups:
         folders = []
         for parent in self._parents:
             folder = parent / attempt_id
-            folder.mkdir(exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             folders.append(str(folder))
             for name, value in (
                 ("memory.limit_in_bytes", memory_mb << 20),
@@ -57,17 +57,27 @@ class Cgroups:
         for parent in self._parents:
             clear(parent / attempt_id)
 
-    def remove_all(self) -> None:
+    def close(self) -> None:
         """Kill and remove whatever is left of this instance's attempts."""
         for parent in self._parents:
-            for folder in [p for p in parent.iterdir() if p.is_dir()]:
-                clear(folder)
+            clear_tree(parent)
 
-    def close(self) -> None:
-        self.remove_all()
-        for parent in self._parents:
-            with contextlib.suppress(OSError):
-                parent.rmdir()
+
+def clear_instance(instance: str, root: Path = ROOT) -> None:
+    """Clear what an earlier life of this instance left, wherever in the hierarchies that one lived."""
+    name = f"forge-{instance}"
+    for folder, inner, _ in os.walk(root):
+        if name in inner:
+            inner.remove(name)
+            clear_tree(Path(folder, name))
+
+
+def clear_tree(parent: Path) -> None:
+    """Kill and remove the attempts' folders below an instance's folder, and that folder itself."""
+    with contextlib.suppress(OSError):
+        for folder in [p for p in parent.iterdir() if p.is_dir()]:
+            clear(folder)
+        parent.rmdir()
 
 
 def clear(folder: Path, patience_s: float = 5.0) -> None:

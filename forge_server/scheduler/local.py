@@ -30,7 +30,7 @@ from forge_server.runner.main import DISMISSED
 from forge_server.runner.pack import pack
 from forge_server.scheduler import leftovers
 from forge_server.scheduler.backend import Gone, Launch, LaunchFailed
-from forge_server.scheduler.limits import Cgroups
+from forge_server.scheduler.limits import Cgroups, clear_instance
 from forge_server.scheduler.sandbox import Sandbox, probe
 from forge_server.scheduler.uids import UserIds
 
@@ -105,8 +105,9 @@ class LocalBackend:
 
     def _prepare(self) -> None:
         killed = leftovers.kill_runners(self._options.instance)
-        self._cgroups = Cgroups.find(self._options.instance) if os.geteuid() == 0 else Cgroups("", [])
-        self._cgroups.remove_all()
+        if os.geteuid() == 0:
+            clear_instance(self._options.instance)
+            self._cgroups = Cgroups.find(self._options.instance)
         self.attempts.mkdir(parents=True, exist_ok=True)
         removed = leftovers.remove_folders(self.attempts)
         if killed or removed:
@@ -198,8 +199,9 @@ class LocalBackend:
         try:
             await asyncio.wait_for(runner.gone.wait(), grace_s)
         except TimeoutError:
-            with contextlib.suppress(ProcessLookupError, OSError):
-                signal.pidfd_send_signal(runner.pidfd, signal.SIGKILL)
+            if attempt_id in self._runners:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(runner.pidfd, signal.SIGKILL)
             await runner.gone.wait()
 
     async def running(self) -> frozenset[str]:
@@ -217,7 +219,6 @@ class LocalBackend:
         runner = self._runners[attempt_id]
         asyncio.get_running_loop().remove_reader(runner.pidfd)
         code = runner.process.wait()
-        os.close(runner.pidfd)
         assert runner.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             runner.process.stdin.close()
@@ -232,6 +233,7 @@ class LocalBackend:
         await asyncio.to_thread(self._clear, attempt_id, runner, code)
         self._give_back(runner.uid)
         del self._runners[attempt_id]
+        os.close(runner.pidfd)  # not earlier: until now it may be asked to stop
         runner.gone.set()
         if runner.trial is not None:
             if not runner.trial.done():

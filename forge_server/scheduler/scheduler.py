@@ -80,6 +80,7 @@ class Scheduler:
         self._in_flight = options.in_flight
         self._live: set[str] = set()
         self._launching: set[str] = set()
+        self._orphans: frozenset[str] = frozenset()
         self._wake = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._dispatcher: asyncio.Task[None] | None = None
@@ -156,8 +157,10 @@ class Scheduler:
         (I7)."""
         running = await self._backend.running()
         rows = {a.attempt_id: a for a in await self._store.read(lambda c: queue.live(c, self._backend.name))}
-        for attempt_id in running - rows.keys():
+        orphans = running - rows.keys()
+        for attempt_id in orphans & self._orphans:  # one that has just finished may still be leaving
             self._spawn(self._backend.stop(attempt_id, self._options.stop_grace_s))
+        self._orphans = orphans
         self._live &= rows.keys() | self._launching
         self._note_idle()
         overdue = self._clock() - self._options.missing_s
