@@ -29,6 +29,7 @@ from typing import NamedTuple
 HERE = Path(__file__).resolve().parent
 TICK = os.sysconf("SC_CLK_TCK")
 TURNS, FIRST_PROMPT, TEXT, COMPLETION = 16, 1756, 12, 300
+THINK_MS = 4800  # of the upstream, when latency is measured
 ATTEMPTS = 384  # of each measurement
 REACH_MS, REACH_RATIO = 0.8, 20.0
 REACH_ADDED_MS = (10.0, 50.0)
@@ -161,14 +162,14 @@ def running(*argv: object, **kwargs: object) -> Iterator[subprocess.Popen[str]]:
             process.wait()
 
 
-def load(folder: Path, port: int, mode: str, concurrency: int, seconds: float) -> Load:
+def load(folder: Path, port: int, mode: str, concurrency: int, seconds: float, spread_ms: int = 0) -> Load:
     """Run wrk against a port, with attempts that nobody has used."""
     keys = (folder / "keys.all").read_text().splitlines()
     (folder / "keys").write_text("\n".join(keys[:ATTEMPTS]) + "\n")
     (folder / "keys.all").write_text("\n".join(keys[ATTEMPTS:] + keys[:ATTEMPTS]) + "\n")
     argv = ["wrk", f"-t{min(2, concurrency)}", f"-c{concurrency}", f"-d{seconds:g}s", "--timeout", "60s"]
     argv += ["-s", str(HERE / "proxy_post.lua"), f"http://127.0.0.1:{port}/v1/chat/completions", "--"]
-    argv += [str(folder / f"{mode}.json"), str(folder / "keys"), str(TURNS)]
+    argv += [str(folder / f"{mode}.json"), str(folder / "keys"), str(TURNS), str(spread_ms)]
     output = subprocess.run(argv, capture_output=True, text=True, timeout=seconds + 120, check=True).stdout
     line = next(line for line in output.splitlines() if line.startswith("RESULT"))
     calls, took, bad, timeouts, p50, p99 = map(float, line.split()[1:])
@@ -279,10 +280,10 @@ def latency_table(folder: Path, upstream: int) -> int:
     print("\nadded latency at 128 concurrent calls of 4.8 s")
     missed = 0
     with targets(folder, upstream) as found:
-        direct = load(folder, upstream, "json", 128, 30.0)
+        direct = load(folder, upstream, "json", 128, 30.0, THINK_MS)
         print(f"{'direct':8}{'':6}{128:6}{'':20}{direct.p50:9.1f}{direct.p99:9.1f}")
         for mode in ("json", "sse"):
-            result = load(folder, found[0].port, mode, 128, 30.0)
+            result = load(folder, found[0].port, mode, 128, 30.0, THINK_MS)
             print(f"{'proxy':8}{mode:>6}{128:6}{'':20}{result.p50:9.1f}{result.p99:9.1f}  bad {result.bad}")
             missed += report(f"added p50, ms, {mode}", result.p50 - direct.p50, REACH_ADDED_MS[0])
             missed += report(f"added p99, ms, {mode}", result.p99 - direct.p99, REACH_ADDED_MS[1])
@@ -316,7 +317,7 @@ def main() -> int:
         if options.latency:
             for file in folder.glob("bench.db*"):
                 file.unlink()
-            with running(folder / "upstream", upstream, 4800, *responses):
+            with running(folder / "upstream", upstream, THINK_MS, *responses):
                 wait_for(upstream)
                 missed += latency_table(folder, upstream)
         return missed

@@ -1,6 +1,8 @@
--- wrk -s proxy_post.lua URL -- BODY KEYS TURNS
+-- wrk -s proxy_post.lua URL -- BODY KEYS TURNS SPREAD_MS
 -- Plays sessions: each key of KEYS is an attempt that makes TURNS calls, one after the other. A call is BODY with
--- '@TURN@' replaced by the turn's mark (TURN-a, TURN-b, ...) and a text of its own. Prints one RESULT line.
+-- '@TURN@' replaced by the turn's mark (TURN-a, TURN-b, ...) and a text of its own. With
+-- SPREAD_MS above 0 the connections start at random within that time, so that they do not call in step. Prints one
+-- RESULT line.
 local keys, before, after, turns = {}, "", "", 1
 local calls, threads = 0, 0
 
@@ -22,6 +24,13 @@ function init(args)
   end
   turns = tonumber(args[3])
   math.randomseed(id + 1)
+  local spread, started = tonumber(args[4]), 0
+  if spread > 0 then
+    function delay()
+      started = started + 1
+      return started <= 64 and math.random(0, spread) or 0
+    end
+  end
 end
 
 function request()
