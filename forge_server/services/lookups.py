@@ -11,7 +11,7 @@ from forge_server.domain.run import RunSettings
 from forge_server.domain.states import AttemptState
 from forge_server.harness.plan import TaskInput
 from forge_server.harness.rules import Rules
-from forge_server.harness.spec import Spec
+from forge_server.harness.spec import Normalise, Spec
 from forge_server.proxy.ports import CallPolicy
 from forge_server.settings import Settings
 from forge_server.store import tables as t
@@ -28,7 +28,12 @@ class CallPolicies:
     def __init__(self, store: Store, settings: Settings, specs: Mapping[str, Spec]) -> None:
         self._store, self._settings = store, settings
         self._specs = specs
-        self._rules = {name: Rules(spec) for name, spec in specs.items()}
+        # a spec without rules gets none: with rules the proxy decodes every message of every call
+        self._rules = {
+            name: Rules(spec)
+            for name, spec in specs.items()
+            if spec.side_calls or spec.normalise != Normalise()
+        }
         self._runs: dict[str, RunSettings] = {}
 
     async def __call__(self, attempt_id: str) -> CallPolicy | None:
