@@ -10,12 +10,17 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import msgspec
 
 from forge_server.domain.errors import ConfigError
 from forge_server.domain.run import RunSettings
+
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=10**9)]
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -26,10 +31,10 @@ class ServerSettings(Section, frozen=True):
     """``[server]``: where to listen and where to keep files."""
 
     host: str = "127.0.0.1"
-    port: int = 8400
+    port: Port = 8400
     """Pod-facing listener: inference and runner lifecycle only. 0 picks a free port."""
     control_host: str = "127.0.0.1"
-    control_port: int = 8401
+    control_port: Port = 8401
     """Control listener: API, metrics, trainer link."""
     data_dir: str = "forge-data"
     """Database, checkpoints, keys, logs."""
@@ -52,14 +57,14 @@ class EngineSettings(Section, frozen=True):
     api_key: str = ""
     model: str = ""
     """The folder with the initial weights (version 0)."""
-    served_model: str = "forge"
+    served_model: Name = "forge"
     """The model name that vLLM serves and that every call is pinned to."""
-    policy: str = "default"
+    policy: Name = "default"
     """Name of the policy this engine serves; versions are counted per policy."""
     dtype: str = "auto"
-    max_model_len: int = 32768
+    max_model_len: Count = 32768
     """Window in tokens: prompt and completion."""
-    max_num_seqs: int = 64
+    max_num_seqs: Count = 64
     tool_call_parser: str = "hermes"
     """vLLM's ``--tool-call-parser``; empty: no tool calls."""
     reasoning_parser: str = ""
@@ -67,36 +72,36 @@ class EngineSettings(Section, frozen=True):
     """``managed``: further vLLM flags, verbatim."""
     env: dict[str, str] = {}
     """``managed``: further environment variables of the engine process."""
-    start_timeout_s: float = 900.0
-    request_timeout_s: float = 1800.0
-    logprob_tolerance: float = 0.0
+    start_timeout_s: Seconds = 900.0
+    request_timeout_s: Seconds = 1800.0
+    logprob_tolerance: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 0.0
     """Largest difference between the engine's and the trainer's probe logprobs; 0: 1e-3 for float32, else 0.1."""
 
 
 class ProxySettings(Section, frozen=True):
     """``[proxy]``: the pod-facing inference API."""
 
-    max_body_mb: int = 64
-    max_hold_s: float = 600.0
+    max_body_mb: Count = 64
+    max_hold_s: Seconds = 600.0
     """Longest time that a call is held during a weight update before it gets 503 with Retry-After."""
-    drain_s: float = 300.0
+    drain_s: Seconds = 300.0
     """Longest wait for calls in flight before a weight update aborts them (they are resampled)."""
-    keepalive_after_s: float = 60.0
+    keepalive_after_s: Seconds = 60.0
     grammar: Literal["lift", "enforce"] = "lift"
 
 
 class SchedulerSettings(Section, frozen=True):
     """``[scheduler]``: how many attempts, and how long each may take to start and to stop."""
 
-    in_flight: int = 8
-    startup_s: float = 120.0
-    heartbeat_s: float = 5.0
-    heartbeat_lost_s: float = 60.0
-    grace_s: float = 5.0
+    in_flight: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 8
+    startup_s: Seconds = 120.0
+    heartbeat_s: Seconds = 5.0
+    heartbeat_lost_s: Seconds = 60.0
+    grace_s: Seconds = 5.0
     """Between TERM and KILL of a harness."""
-    verify_s: float = 120.0
+    verify_s: Seconds = 120.0
     """Verifier time limit of tasks that state none."""
-    breaker: int = 20
+    breaker: Count = 20
     """This many consecutive infra failures of a run stop launching."""
 
 
@@ -104,8 +109,8 @@ class LocalSettings(Section, frozen=True):
     """``[local]``: attempts as sandboxed processes on this machine."""
 
     min_sandbox: Literal["none", "user", "namespaces"] = "namespaces"
-    memory_mb: int = 2048
-    pids: int = 256
+    memory_mb: Count = 2048
+    pids: Count = 256
     allow_binds: tuple[str, ...] = ()
     """Further folders that every sandbox sees, read-only."""
 
@@ -114,13 +119,13 @@ class TrainerSettings(Section, frozen=True):
     """``[trainer]``: the veRL worker processes."""
 
     launcher: Literal["local", "attach"] = "local"
-    nproc: int = 1
-    threads: int = 0
+    nproc: Count = 1
+    threads: Annotated[int, msgspec.Meta(ge=0)] = 0
     """OMP threads of each worker; 0: veRL's own choice."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     overrides: tuple[str, ...] = ()
     """veRL Hydra overrides for every run, before the run's own."""
-    lease_s: float = 60.0
+    lease_s: Seconds = 60.0
 
 
 class HarnessSettings(Section, frozen=True):
@@ -170,29 +175,53 @@ _AT = re.compile(r"^(?P<what>.*?)(?: - at `(?P<at>[^`]*)`)?$", re.DOTALL)
 
 def load(file: Path | None, environ: Mapping[str, str] = os.environ) -> Settings:
     """Read ``file`` (None: no file, all defaults) and the environment. Raises ConfigError."""
-    data: dict[str, Any] = {}
     where = str(file) if file else "environment"
-    if file is not None:
-        try:
-            data = tomllib.loads(file.read_text())
-        except FileNotFoundError:
-            raise ConfigError(
-                "there is no such file", where=where, mend="run `forge-server init` to write one"
-            ) from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot be read ({error})", where=where, mend="check the path") from error
-        except tomllib.TOMLDecodeError as error:
-            raise ConfigError(f"not valid TOML: {error}", where=where, mend="mend that line") from error
+    data = _read(file) if file else {}
     if "folder" in data:
         raise _unknown_key("folder", [], where)
-    _overlay(data, environ)
+    origin = _overlay(data, environ, where)
     data["folder"] = str(file.parent.resolve()) if file else os.getcwd()
     try:
         settings = msgspec.convert(data, Settings)
     except msgspec.ValidationError as error:
-        raise _explain(str(error), where) from None
+        raise _explain(str(error), where, origin) from None
     _check(settings, where)
     return settings
+
+
+def run_tables(file: Path) -> list[dict[str, Any]]:
+    """The ``[[run]]`` tables of a TOML file, as they stand there but checked. Raises ConfigError."""
+    tables: list[dict[str, Any]] = _read(file).get("run", [])
+    if not tables:
+        raise ConfigError("there is no [[run]] table", where=str(file), mend="add one")
+    parse_runs(tables, str(file))
+    return tables
+
+
+def parse_runs(tables: list[dict[str, Any]], where: str) -> tuple[RunSettings, ...]:
+    """``[[run]]`` tables that came from ``where``. Raises ConfigError."""
+    try:
+        runs = msgspec.convert({"run": tables}, Settings).run
+    except msgspec.ValidationError as error:
+        raise _explain(str(error), where, {}) from None
+    _check_names(runs, where)
+    return runs
+
+
+def _read(file: Path) -> dict[str, Any]:
+    where = str(file)
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            "there is no such file", where=where, mend="run `forge-server init` to write one"
+        ) from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"not valid TOML: {error}", where=where, mend="mend that line") from None
+    except UnicodeDecodeError:
+        raise ConfigError("not UTF-8 text", where=where, mend="save it as UTF-8") from None
+    except OSError as error:
+        raise ConfigError(f"cannot be read ({error.strerror})", where=where, mend="check the path") from None
 
 
 def find_file(explicit: str | None) -> Path | None:
@@ -205,28 +234,44 @@ def find_file(explicit: str | None) -> Path | None:
     return here if here.exists() else None
 
 
-def _overlay(data: dict[str, Any], environ: Mapping[str, str]) -> None:
-    """Put ``FORGE_SECTION__KEY=value`` over the file's values. Values are TOML, or plain strings."""
+def _overlay(data: dict[str, Any], environ: Mapping[str, str], where: str) -> dict[str, str]:
+    """Put ``FORGE_SECTION__KEY=value`` over the file's values; returns ``section.key`` -> variable.
+
+    Values are TOML, or plain strings.
+    """
+    origin = {}
     for name, text in sorted(environ.items()):
         if not name.startswith("FORGE_") or "__" not in name:
             continue
         section, _, key = name.removeprefix("FORGE_").lower().partition("__")
-        hints = get_type_hints(Settings)
-        kind = hints.get(section)
+        variable = f"environment variable {name}"
+        if section == "run":
+            raise ConfigError(
+                "runs are not set by environment variables", where=variable, mend="write a [[run]] table"
+            )
+        kind = get_type_hints(Settings).get(section)
         if not (isinstance(kind, type) and issubclass(kind, Section)):
-            raise _unknown_key(section, [], f"environment variable {name}")
-        fields = get_type_hints(kind)
-        if key not in fields:
-            raise _unknown_key(key, [section], f"environment variable {name}")
-        value: Any = text
-        if fields[key] is not str and not (
-            get_args(fields[key]) and isinstance(get_args(fields[key])[0], str)
-        ):
-            try:
-                value = tomllib.loads(f"v = {text}")["v"]
-            except tomllib.TOMLDecodeError:
-                value = text
-        data.setdefault(section, {})[key] = value
+            raise _unknown_key(section, [], variable)
+        hints = get_type_hints(kind)
+        if key not in hints:
+            raise _unknown_key(key, [section], variable)
+        table = data.setdefault(section, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"{section}: a table is expected", where=where, mend=f"write [{section}]")
+        table[key] = text if _is_text(hints[key]) else _toml_value(text)
+        origin[f"{section}.{key}"] = variable
+    return origin
+
+
+def _is_text(hint: Any) -> bool:
+    return hint is str or all(isinstance(value, str) for value in get_args(hint) or (0,))
+
+
+def _toml_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return text
 
 
 def _struct_at(path: list[str]) -> type[msgspec.Struct]:
@@ -249,24 +294,43 @@ def _unknown_key(key: str, path: list[str], where: str) -> ConfigError:
     return ConfigError(what, where=where, mend=mend)
 
 
-def _explain(message: str, where: str) -> ConfigError:
+def _explain(message: str, where: str, origin: Mapping[str, str]) -> ConfigError:
+    """What msgspec says about a value, as our error; ``origin`` tells which values came from elsewhere."""
     if match := _UNKNOWN.search(message):
         at = match["at"] or "$"
         path = [p for p in re.split(r"[.\[]", at.lstrip("$")) if p and not p.endswith("]")]
         return _unknown_key(match["key"], path, where)
     match = _AT.match(message)
-    at = (match["at"] if match else None) or "$"
+    at = ((match["at"] if match else None) or "$").removeprefix("$").removeprefix(".")
     what = match["what"] if match else message
-    return ConfigError(
-        f"{at.removeprefix('$.')}: {what[:1].lower()}{what[1:]}", where=where, mend="mend the value"
-    )
+    mend = "write [[run]]" if at == "run" else "mend the value"
+    if what.startswith("Invalid enum value") and (known := _choices(at)):
+        mend = f"one of: {', '.join(known)}"
+    for word, toml in (
+        ("`object`", "`table`"),
+        ("Object", "table"),
+        ("`array`", "`list`"),
+        ("`str`", "`text`"),
+    ):
+        what = what.replace(word, toml)
+    what = what[:1].lower() + what[1:]
+    return ConfigError(f"{at}: {what}" if at else what, where=origin.get(at, where), mend=mend)
+
+
+def _choices(at: str) -> list[str]:
+    """The values that the key at the dotted path may have, if it has a closed set."""
+    *path, key = re.sub(r"\[\d+\]", "", at).split(".")
+    hint = get_type_hints(_struct_at(path)).get(key)
+    return [value for value in get_args(hint) if isinstance(value, str)]
 
 
 def _check(settings: Settings, where: str) -> None:
     engine = settings.engine
-    if engine.kind == "attach" and not engine.url:
+    if engine.kind == "attach" and not engine.url.startswith(("http://", "https://")):
         raise ConfigError(
-            "[engine] kind is attach but url is empty", where=where, mend='add url = "http://…"'
+            f"[engine] kind is attach but url is {engine.url or 'empty'}",
+            where=where,
+            mend='add url = "http://…"',
         )
     if engine.kind == "managed" and not engine.model:
         raise ConfigError(
@@ -274,9 +338,11 @@ def _check(settings: Settings, where: str) -> None:
             where=where,
             mend='add model = "FOLDER" (HF format)',
         )
-    names = [run.name for run in settings.run]
+    _check_names(settings.run, where)
+
+
+def _check_names(runs: tuple[RunSettings, ...], where: str) -> None:
+    names = [run.name for run in runs]
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"two [[run]] tables are named {name!r}", where=where, mend="rename one")
-    if settings.scheduler.in_flight < 1:
-        raise ConfigError("[scheduler] in_flight must be at least 1", where=where, mend="raise it")

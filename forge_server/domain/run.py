@@ -5,6 +5,7 @@ resume it, different ones are an error that names the key (``first_change``), be
 whose rules changed midway mean nothing.
 """
 
+import re
 from typing import Any, Literal
 
 import msgspec
@@ -14,6 +15,9 @@ Mode = Literal["train", "eval", "record"]
 
 EXTERNAL = "external"
 """The run, and its harness, that rollouts join which a harness registers itself: nothing is drawn for it."""
+
+_NAME = re.compile(r"\w[\w.:@+ -]{0,127}")
+"""It stands in URLs."""
 
 
 class RunEval(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -77,8 +81,13 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     eval: RunEval | None = None
 
     def __post_init__(self) -> None:
-        if not self.name:
-            raise ValueError("name is empty")
+        if not _NAME.fullmatch(self.name):
+            raise ValueError(
+                f"name {self.name[:40]!r} is not 1 to 128 letters, digits, spaces or any of _.:@+-"
+            )
+        for key, most in (("taskset", 128), ("split", 32), ("harness", 64)):
+            if len(getattr(self, key)) > most:
+                raise ValueError(f"{key} is longer than {most} characters")
         if bool(self.harness) == bool(self.harnesses):
             raise ValueError("exactly one of harness and harnesses must be given")
         for harness, weight in self.harnesses.items():
