@@ -10,16 +10,17 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import structlog
 from litestar import Litestar, Router
 from litestar.openapi.config import OpenAPIConfig
+from litestar.openapi.plugins import JsonRenderPlugin
 
 from forge_server import __version__, environments
-from forge_server.api import problem
+from forge_server.api import idempotent, problem
 from forge_server.api.auth import admin_guard
 from forge_server.api.catalog import catalog_routes
 from forge_server.api.events import event_routes
@@ -28,7 +29,8 @@ from forge_server.api.idempotent import Idempotency
 from forge_server.api.listeners import bind_tcp, bind_unix, serving
 from forge_server.api.pod import pod_routes
 from forge_server.api.rollouts import rollout_routes
-from forge_server.api.runs import run_routes
+from forge_server.api.runs import check_harnesses, run_routes
+from forge_server.api.strict import refuse_unknown_parameters
 from forge_server.api.trainer import trainer_routes
 from forge_server.assets import folder as asset_folder
 from forge_server.assets import stage_package
@@ -66,9 +68,11 @@ from forge_server.scheduler.plans import PlanOptions, Plans
 from forge_server.scheduler.scheduler import Options, Scheduler
 from forge_server.scheduler.ticks import Ticks
 from forge_server.services.conversations import conversations, log_tails
+from forge_server.services.data_folder import DataFolder
 from forge_server.services.engine_watch import EngineWatch
 from forge_server.services.external import ExternalRollouts
 from forge_server.services.lookups import CallPolicies, TaskFiles
+from forge_server.services.news import News
 from forge_server.services.task_import import TaskImport
 from forge_server.settings import Settings
 from forge_server.store import events as event_log
@@ -77,20 +81,22 @@ from forge_server.store.database import Store
 
 log = structlog.get_logger(__name__)
 
-POD_SOCKET = "pod.sock"
 EVENTS_KEPT_S = 14 * 24 * 3600.0
 
 
 class Listening:
-    """The bound sockets and where they are."""
+    """The bound sockets and where they are. Raises ConfigError."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, unix_path: Path) -> None:
         server = settings.server
-        settings.data_dir.mkdir(parents=True, exist_ok=True)
-        self.pod = bind_tcp(server.host, server.port, "[server] port")
-        self.control = bind_tcp(server.control_host, server.control_port, "[server] control_port")
-        self.unix_path = settings.data_dir / POD_SOCKET
-        self.unix = bind_unix(self.unix_path)
+        self.unix_path = unix_path
+        with contextlib.ExitStack() as undo:
+            self.pod = bind_tcp(server.host, server.port, "[server] port")
+            undo.callback(self.pod.close)
+            self.control = bind_tcp(server.control_host, server.control_port, "[server] control_port")
+            undo.callback(self.control.close)
+            self.unix = bind_unix(unix_path)
+            undo.pop_all()
 
     @property
     def pod_url(self) -> str:
@@ -107,24 +113,10 @@ class Listening:
 
 
 def _url(sock: socket.socket) -> str:
+    """The address as a process on this machine reaches it."""
     host, port = sock.getsockname()[:2]
-    return f"http://{'127.0.0.1' if host in ('0.0.0.0', '') else host}:{port}"
-
-
-class _Wake:
-    """Lets event streams sleep until something is committed."""
-
-    def __init__(self) -> None:
-        self._event = asyncio.Event()
-
-    def __call__(self, _: e.EventRow) -> None:
-        self._event.set()
-        self._event = asyncio.Event()
-
-    async def wait(self, timeout_s: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._event.wait()
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{host}:{port}"
 
 
 class _Settled:
@@ -245,18 +237,23 @@ class Server:
     """One running server. Use ``running``."""
 
     def __init__(
-        self, settings: Settings, listening: Listening, store: Store, who: instance.Instance
+        self,
+        settings: Settings,
+        specs: dict[str, Spec],
+        listening: Listening,
+        store: Store,
+        who: instance.Instance,
     ) -> None:
-        self.settings, self.listening, self.store, self.instance = settings, listening, store, who
-        self.specs = load_specs(settings)
+        self.settings, self.specs = settings, specs
+        self.listening, self.store, self.instance = listening, store, who
         self.admin_key = settings.security.admin_key or keys.admin_key(settings.data_dir / "admin.key")
         self.lifecycle = Lifecycle(store, breaker_after=settings.scheduler.breaker)
         self.policies = Policies(store, self.lifecycle, settings.engine.policy)
         self.gate = Gate()
         self.sessions = Sessions(store, CallPolicies(store, settings, self.specs))
         self.lifecycle.subscribe(self.sessions.on_event)
-        self.wake = _Wake()
-        self.lifecycle.subscribe(self.wake)
+        self.news = News()
+        self.lifecycle.subscribe(self.news)
         self.tasks = TaskFiles(store)
         self.plans = Plans(
             store,
@@ -431,17 +428,29 @@ class Server:
         api = Router(
             "/",
             route_handlers=[
-                *run_routes(self.store, self.runs, idempotency, set_in_flight),
+                *run_routes(self.store, self.runs, self.specs, idempotency, set_in_flight),
                 *rollout_routes(self.store, self.external, idempotency, conversations, log_tails),
-                *catalog_routes(self.store, TaskImport(self.store), self.controller.activate, idempotency),
-                *event_routes(self.store, self.wake),
+                *catalog_routes(
+                    self.store,
+                    TaskImport(self.store),
+                    self.controller.activate,
+                    self.settings.engine.policy,
+                    idempotency,
+                ),
+                *event_routes(self.store, self.news),
             ],
             guards=[admin_guard(self.admin_key)],
+            before_request=refuse_unknown_parameters,
         )
         trainer = trainer_routes(self.link, lambda key: keys.verify(self.instance.secret, key))
         return Litestar(
             [*health_routes(self._probes()), Router("/api/v1", route_handlers=[api, *trainer])],
-            openapi_config=OpenAPIConfig(title="forge-server", version=__version__, path="/schema"),
+            openapi_config=OpenAPIConfig(
+                title="forge-server",
+                version=__version__,
+                path="/schema",
+                render_plugins=[JsonRenderPlugin(path="/openapi.json")],
+            ),
             logging_config=None,
             exception_handlers=problem.HANDLERS,
             request_max_body_size=64 << 20,
@@ -468,38 +477,47 @@ class Server:
     # --- life -------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        watch = EngineWatch(
-            self.engine, self.gate, self.lifecycle.apply, lambda ready: self.scheduler.suspend(not ready)
-        )
+        """Raises ForgeError; what was started by then is ended by ``stop``."""
+        for run in self.settings.run:
+            await self.runs.check(run)
+        self._keep("deliveries", self.sessions.run())
+        if not isinstance(self.engine, _NoEngine):
+            watch = EngineWatch(
+                self.engine, self.gate, self.lifecycle.apply, lambda ready: self.scheduler.suspend(not ready)
+            )
+            self._keep("engine watch", watch.run())
         self.scheduler.suspend(True)
-        for name, work in (("deliveries", self.sessions.run()), ("engine watch", watch.run())):
-            task = asyncio.create_task(work, name=name)
-            task.add_done_callback(self._ended)
-            self._background.append(task)
-        self.engine.start()
         await self.scheduler.start()
         await self.controller.start()
+        for run in self.settings.run:
+            await self.runs.create(run)
+        self.engine.start()
         self.ticks.every(instance.BEAT_S, "liveness", self._beat)
         self.ticks.every(1.0, "deadlines", self.scheduler.sweep)
         self.ticks.every(10.0, "reconcile", self.scheduler.reconcile)
         self.ticks.every(3600.0, "retention", self._retention)
         self.ticks.start()
-        for run in self.settings.run:
-            await self.runs.create(run)
 
     async def stop(self, *, keep_engine: bool = False) -> None:
         """Launch nothing more, end what must not outlive us, write what is queued."""
         self._stopping = True
         self.ticks.stop()
         self.link.close()
-        await self.controller.stop()
-        await self.scheduler.stop()
+        self.news.close()
+        await _stopped(self.controller.stop())
+        await _stopped(self.scheduler.stop())
         for task in self._background:
             task.cancel()
-        await self.sessions.close()
-        await self.engine.close(keep_engine=keep_engine)
+        await asyncio.gather(*self._background, return_exceptions=True)
+        await _stopped(self.sessions.close())
+        await _stopped(self.engine.close(keep_engine=keep_engine))
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _keep(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(self.ended)
+        self._background.append(task)
+
+    def ended(self, task: asyncio.Task[None]) -> None:
         """A task that should never end has ended: the server cannot be trusted any more."""
         if not self._stopping and not self.failed.done():
             error = None if task.cancelled() else task.exception()
@@ -509,57 +527,85 @@ class Server:
         await self.store.write(lambda c: instance.beat(c, time.time()))
 
     async def _retention(self) -> None:
-        await self.store.write(lambda c: event_log.prune(c, time.time() - EVENTS_KEPT_S))
+        now = time.time()
+        await self.store.write(lambda c: event_log.prune(c, now - EVENTS_KEPT_S))
+        await self.store.write(lambda c: idempotent.prune(c, now - idempotent.KEPT_S))
+
+
+async def _stopped(part: Awaitable[None]) -> None:
+    """One part that does not stop cleanly must not keep the others from stopping."""
+    try:
+        await part
+    except Exception:
+        log.exception("a part of the server did not stop cleanly")
+
+
+def _examined(settings: Settings) -> dict[str, Spec]:
+    """What can be told wrong before anything is touched. Raises ConfigError and SpecError."""
+    specs = load_specs(settings)
+    for run in settings.run:
+        check_harnesses(run, specs)
+    if settings.engine.model:
+        _model_folder(settings)
+    return specs
 
 
 @contextlib.asynccontextmanager
 async def running(settings: Settings) -> AsyncIterator[Server]:
     """A server that runs for the length of the block. Raises ForgeError; then nothing was started."""
-    listening = Listening(settings)
-    try:
+    specs = _examined(settings)
+    async with contextlib.AsyncExitStack() as stack:
+        folder = stack.enter_context(DataFolder(settings.data_dir))
+        listening = stack.enter_context(contextlib.closing(Listening(settings, folder.socket)))
         store = await asyncio.to_thread(Store.open, settings.store_url, create=True)
-    except BaseException:
-        listening.close()
-        raise
-    try:
-        server = Server(settings, listening, store, await instance.load(store))
+        stack.push_async_callback(asyncio.to_thread, store.close)
+        server = Server(settings, specs, listening, store, await instance.load(store))
         await server.open()
-        async with (
-            serving(server.pod_app(), [listening.pod, listening.unix], protocol=ConnectionProtocol),
-            serving(server.control_app(), [listening.control]),
-        ):
-            address = settings.data_dir / "control.url"
-            address.write_text(f"{listening.control_url}\n")
-            try:
-                await server.start()
-                yield server
-            finally:
-                await server.stop()
-                with contextlib.suppress(OSError):
-                    address.unlink()
-    finally:
-        listening.close()
-        await asyncio.to_thread(store.close)
+        to_pods, to_people = [listening.pod, listening.unix], [listening.control]
+        await stack.enter_async_context(
+            serving(server.pod_app(), to_pods, ended=server.ended, protocol=ConnectionProtocol)
+        )
+        await stack.enter_async_context(serving(server.control_app(), to_people, ended=server.ended))
+        stack.push_async_callback(server.stop)
+        folder.tell(listening.control_url)
+        await server.start()
+        yield server
 
 
 async def serve(settings: Settings, stop: asyncio.Event) -> None:
-    """Run until ``stop`` is set."""
-    async with running(settings) as server:
-        log.info(
-            "up",
-            pid=os.getpid(),
-            pods=server.listening.pod_url,
-            control=server.listening.control_url,
-            data=str(settings.data_dir),
-            instance=server.instance.id,
-        )
-        waiting = asyncio.ensure_future(stop.wait())
-        futures: set[asyncio.Future[Any]] = {waiting, server.failed}
-        await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
-        waiting.cancel()
-        log.info("stopping")
-        if server.failed.done():
-            server.failed.result()
+    """Run until ``stop`` is set; a start that is under way then is given up. Raises what made it fail."""
+    starting = asyncio.current_task()
+    assert starting is not None
+
+    async def give_up() -> None:
+        await stop.wait()
+        starting.cancel()
+
+    giving_up = asyncio.create_task(give_up())
+    try:
+        async with running(settings) as server:
+            giving_up.cancel()
+            log.info(
+                "up",
+                pid=os.getpid(),
+                pods=server.listening.pod_url,
+                control=server.listening.control_url,
+                data=str(settings.data_dir),
+                instance=server.instance.id,
+            )
+            stopped = asyncio.create_task(stop.wait())
+            ends: set[asyncio.Future[Any]] = {stopped, server.failed}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            stopped.cancel()
+            log.info("stopping")
+            if server.failed.done():
+                server.failed.result()
+    except asyncio.CancelledError:
+        if not stop.is_set() or starting.uncancel():
+            raise
+        log.info("stopped while starting")
+    finally:
+        giving_up.cancel()
 
 
 __all__ = ["Server", "build_engine", "load_specs", "running", "serve"]

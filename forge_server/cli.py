@@ -1,7 +1,7 @@
 """The command line: names, options and help; every body is one call into ``commands``, imported when it runs."""
 
 import sys
-from typing import Any
+from typing import Any, Literal
 
 import rich_click as click
 from click.exceptions import Exit
@@ -110,7 +110,7 @@ def run_show(run_name: str, url: str | None, key: str | None, as_json: bool) -> 
     runs.show(run_name, url, key, as_json)
 
 
-def _run_action(name: str, text: str) -> None:
+def _run_action(name: Literal["pause", "resume", "cancel"], text: str) -> None:
     @run.command(name, help=text)
     @click.argument("run_name", metavar="RUN")
     @_url
@@ -180,7 +180,7 @@ def rollout_logs(rollout_id: str, url: str | None, key: str | None) -> None:
     rollouts.logs(rollout_id, url, key)
 
 
-def _rollout_action(name: str, text: str) -> None:
+def _rollout_action(name: Literal["cancel", "retry"], text: str) -> None:
     @rollout.command(name, help=text)
     @click.argument("rollout_id")
     @_url

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import errno
 import socket
-from collections.abc import AsyncIterator, Generator
+from collections.abc import AsyncIterator, Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -25,25 +25,30 @@ def bind_tcp(host: str, port: int, what: str) -> socket.socket:
     try:
         sock.bind((host, port))
         sock.listen(BACKLOG)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         sock.close()
-        if error.errno == errno.EADDRINUSE:
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
             raise ConfigError(
                 f"port {port} on {host} is in use",
                 where=what,
                 mend="stop what listens there or choose another port",
             ) from None
-        raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror})", where=what) from None
+        raise ConfigError(
+            f"cannot listen on {host}:{port} ({getattr(error, 'strerror', None) or error})",
+            where=what,
+            mend="give an address of this machine and a port that this user may open",
+        ) from None
     sock.setblocking(False)
     return sock
 
 
 def bind_unix(path: Path) -> socket.socket:
-    """A listening unix socket at ``path``; a stale one is replaced."""
+    """A listening unix socket at ``path``, for this user only; a stale one is replaced."""
     path.unlink(missing_ok=True)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.bind(str(path))
+        path.chmod(0o600)
         sock.listen(BACKLOG)
     except OSError as error:
         sock.close()
@@ -66,9 +71,17 @@ class _Server(uvicorn.Server):
 
 @contextlib.asynccontextmanager
 async def serving(
-    app: Any, sockets: list[socket.socket], *, protocol: Any = "httptools", grace_s: float = 5.0
+    app: Any,
+    sockets: list[socket.socket],
+    *,
+    ended: Callable[[asyncio.Task[None]], None] | None = None,
+    protocol: Any = "httptools",
+    grace_s: float = 5.0,
 ) -> AsyncIterator[None]:
-    """Serve the ASGI ``app`` on ``sockets`` for the length of the block; ``protocol`` is uvicorn's ``http``."""
+    """Serve the ASGI ``app`` on ``sockets`` for the length of the block; ``protocol`` is uvicorn's ``http``.
+
+    ``ended`` hears when the listener's task is over.
+    """
     config = uvicorn.Config(
         app,
         http=protocol,
@@ -90,11 +103,14 @@ async def serving(
             await asyncio.sleep(0.01)
         if task.done():
             await task
+        if ended is not None:
+            task.add_done_callback(ended)
         yield
     finally:
         server.should_exit = True
         await asyncio.wait({task}, timeout=grace_s + 5.0)
         if not task.done():
             task.cancel()
+            await asyncio.wait({task}, timeout=1.0)
         for sock in sockets:
             sock.close()

@@ -3,36 +3,32 @@
 import base64
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
+from litestar.params import QueryParameter
 
 from forge_server.client.schemas import Page
 from forge_server.domain.errors import InvalidRequest
 
 Row = TypeVar("Row")
-MAX_LIMIT = 1000
+Limit = Annotated[int, QueryParameter(ge=1, le=1000)]
+Cursor = Annotated[str | None, QueryParameter(max_length=512)]
 
 
-def decode_cursor(cursor: str | None) -> Any:
+def decode_cursor(cursor: str | None) -> str | None:
     """The key after which the page starts, or None. Raises InvalidRequest for a cursor we did not make."""
     if cursor is None:
         return None
     try:
-        return msgspec.json.decode(base64.urlsafe_b64decode(cursor.encode()))
+        return msgspec.json.decode(base64.b64decode(cursor.encode(), altchars=b"-_", validate=True), type=str)
     except (ValueError, msgspec.DecodeError):
         raise InvalidRequest(
             "the cursor is not one of ours", where="cursor", mend="start again without a cursor"
         ) from None
 
 
-def check_limit(limit: int) -> int:
-    if not 1 <= limit <= MAX_LIMIT:
-        raise InvalidRequest(f"limit must be 1 to {MAX_LIMIT}", where="limit")
-    return limit
-
-
-def page(rows: Sequence[Row], limit: int, key: Callable[[Row], Any], view: Callable[[Row], Any]) -> Page:
+def page(rows: Sequence[Row], limit: int, key: Callable[[Row], str], view: Callable[[Row], Any]) -> Page:
     """``rows`` were read with ``limit + 1``; the surplus row only tells that there is a next page."""
     more = len(rows) > limit
     shown = rows[:limit]

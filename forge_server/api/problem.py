@@ -3,8 +3,9 @@
 from typing import Any
 
 import msgspec
+import sqlalchemy as sa
 import structlog
-from litestar import MediaType, Request, Response
+from litestar import Request, Response
 from litestar.exceptions import HTTPException, ValidationException
 
 from forge_server.client.schemas import Problem
@@ -12,41 +13,68 @@ from forge_server.domain.errors import ForgeError
 
 log = structlog.get_logger(__name__)
 
+_Request = Request[Any, Any, Any]
+_SLUGS = {401: "unauthorized", 404: "not-found", 405: "method-not-allowed", 413: "too-large"}
 
-def problem(status: int, slug: str, title: str, detail: str, instance: str = "") -> Response[bytes]:
+
+def problem(
+    status: int, slug: str, title: str, detail: str, instance: str = "", headers: dict[str, str] | None = None
+) -> Response[bytes]:
     body = Problem(type=slug, title=title, status=status, detail=detail, instance=instance)
-    return Response(msgspec.json.encode(body), status_code=status, media_type="application/problem+json")
+    return Response(
+        msgspec.json.encode(body),
+        status_code=status,
+        media_type="application/problem+json",
+        headers=headers or {},
+    )
 
 
-def on_forge_error(request: Request[Any, Any, Any], error: ForgeError) -> Response[bytes]:
+def on_forge_error(request: _Request, error: ForgeError) -> Response[bytes]:
     return problem(error.status, error.type, error.what, str(error), request.url.path)
 
 
-def on_http_error(request: Request[Any, Any, Any], error: HTTPException) -> Response[bytes]:
-    detail = error.detail
+def on_http_error(request: _Request, error: HTTPException) -> Response[bytes]:
+    title = detail = error.detail or "error"
     if isinstance(error, ValidationException) and error.extra:
-        detail = f"{detail}: {error.extra}"
-    slug = {401: "unauthorized", 404: "not-found", 405: "method-not-allowed", 413: "too-large"}.get(
-        error.status_code, "invalid-request" if error.status_code < 500 else "error"
-    )
-    return problem(error.status_code, slug, error.detail or "error", detail, request.url.path)
+        title, detail = "the request is not valid", _faults(error.extra)
+    slug = _SLUGS.get(error.status_code, "invalid-request" if error.status_code < 500 else "error")
+    return problem(error.status_code, slug, title, detail, request.url.path, error.headers)
 
 
-def on_unexpected(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
+def on_data_error(request: _Request, error: sa.exc.DataError) -> Response[bytes]:
+    """What the database cannot hold (a NUL character, a number out of its range) is the request's fault."""
+    detail = str(error.orig).strip().splitlines()[0]
+    return problem(400, "invalid-request", "a value cannot be stored", detail, request.url.path)
+
+
+def on_unexpected(request: _Request, error: Exception) -> Response[bytes]:
     log.exception("unexpected error", path=request.url.path, exc_info=error)
-    return problem(
-        500,
-        "error",
-        "unexpected error",
-        f"{type(error).__name__}; the server's log tells more",
-        request.url.path,
-    )
+    detail = f"{type(error).__name__}; the server's log tells more"
+    return problem(500, "error", "unexpected error", detail, request.url.path)
 
 
 HANDLERS: dict[Any, Any] = {
     ForgeError: on_forge_error,
     HTTPException: on_http_error,
+    sa.exc.DataError: on_data_error,
     Exception: on_unexpected,
 }
 
-JSON = MediaType.JSON
+
+def _faults(extra: Any) -> str:
+    """``where: what`` of each fault that Litestar lists."""
+    faults = extra if isinstance(extra, list) else [extra]
+    return "; ".join(
+        f"{_place(fault)}: {_what(fault)}" if isinstance(fault, dict) else str(fault) for fault in faults
+    )
+
+
+def _place(fault: dict[str, Any]) -> str:
+    """A trailing underscore only keeps a parameter apart from Litestar's own names."""
+    key = str(fault.get("key", "")).rstrip("_")
+    return "body" if key in ("", "data") else key
+
+
+def _what(fault: dict[str, Any]) -> str:
+    message = str(fault.get("message", ""))
+    return "a JSON body is needed" if message == "'data'" else message

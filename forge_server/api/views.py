@@ -1,23 +1,93 @@
-"""Reads for the control API: rows to the Structs of ``client.schemas``."""
+"""Reads for the control API: rows to the Structs of ``client.schemas``. Lists come in pages."""
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import Connection
 
+from forge_server.api.paging import page
 from forge_server.client import schemas as s
 from forge_server.domain.errors import NotFound
 from forge_server.store import tables as t
 
+Bodies = Callable[[Connection, list[int]], Mapping[int, tuple[list[Any], Any]]]
+"""Requests and responses of calls, decoded from the content-addressed messages."""
+
 
 def run_row(connection: Connection, id_or_name: str) -> Any:
     """The run by id or name. Raises NotFound."""
-    row = connection.execute(
-        sa.select(t.runs).where(sa.or_(t.runs.c.id == id_or_name, t.runs.c.name == id_or_name))
-    ).one_or_none()
+    c = t.runs.c
+    query = sa.select(t.runs).where(sa.or_(c.id == id_or_name, c.name == id_or_name))
+    row = connection.execute(query.order_by((c.id == id_or_name).desc())).first()
     if row is None:
         raise NotFound(f"there is no run {id_or_name!r}", mend="`forge-server run list` shows them")
     return row
+
+
+def runs(connection: Connection, after: str | None, limit: int) -> s.Page:
+    """Runs, newest first."""
+    query = sa.select(t.runs).order_by(t.runs.c.id.desc()).limit(limit + 1)
+    if after is not None:
+        query = query.where(t.runs.c.id < after)
+    rows = connection.execute(query).all()
+    return page(rows, limit, lambda r: r.id, lambda r: run_view(connection, r))
+
+
+def step_metrics(connection: Connection, run: str) -> list[s.StepMetrics]:
+    """Metrics of every step of a run by id or name. Raises NotFound."""
+    c = t.step_metrics.c
+    query = sa.select(t.step_metrics).where(c.run_id == run_row(connection, run).id)
+    rows = connection.execute(query.order_by(c.step, c.source))
+    return [s.StepMetrics(step=m.step, source=m.source, metrics=m.metrics, at=m.at) for m in rows]
+
+
+def tasks(connection: Connection, taskset: str | None, after: str | None, limit: int) -> s.Page:
+    """Tasks, oldest first."""
+    query = sa.select(t.tasks).order_by(t.tasks.c.id).limit(limit + 1)
+    if taskset is not None:
+        query = query.where(t.tasks.c.taskset == taskset)
+    if after is not None:
+        query = query.where(t.tasks.c.id > after)
+    return page(connection.execute(query).all(), limit, lambda r: r.id, task_view)
+
+
+def rollouts(
+    connection: Connection, run: str | None, state: str | None, after: str | None, limit: int
+) -> s.Page:
+    """Rollouts, newest first. Raises NotFound for a run that is not there."""
+    c = t.rollouts.c
+    query = sa.select(t.rollouts).order_by(c.id.desc()).limit(limit + 1)
+    if run is not None:
+        query = query.where(c.run_id == run_row(connection, run).id)
+    if state is not None:
+        query = query.where(c.state == state)
+    if after is not None:
+        query = query.where(c.id < after)
+    return page(connection.execute(query).all(), limit, lambda r: r.id, rollout_view)
+
+
+def policies(connection: Connection) -> list[s.PolicyView]:
+    """Every version of every policy, oldest first."""
+    query = sa.select(t.policies).order_by(t.policies.c.name, t.policies.c.version)
+    return [policy_view(row) for row in connection.execute(query)]
+
+
+def samples(connection: Connection, rollout_id: str) -> list[s.SampleView]:
+    """What a rollout's final attempt was cut into. Raises NotFound."""
+    rollout_detail(connection, rollout_id)
+    query = sa.select(t.samples).where(t.samples.c.rollout_id == rollout_id).order_by(t.samples.c.index)
+    return [sample_view(row) for row in connection.execute(query)]
+
+
+def calls(connection: Connection, rollout_id: str, bodies: Bodies | None) -> list[s.CallView]:
+    """A rollout's calls in order, with their messages when ``bodies`` is given. Raises NotFound."""
+    rollout_detail(connection, rollout_id)
+    out = [call_view(row) for row in call_rows(connection, rollout_id)]
+    found = bodies(connection, [call.id for call in out]) if bodies else {}
+    for call in out:
+        call.request, call.response = found.get(call.id, (None, None))
+    return out
 
 
 def run_view(connection: Connection, row: Any) -> s.RunView:

@@ -6,15 +6,17 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
+from urllib.parse import quote
 
 import httpx
 import msgspec
 
 from forge_server.client import schemas as s
-from forge_server.domain.errors import ForgeError, Unauthorized
+from forge_server.domain.errors import ConfigError, ForgeError, Unauthorized
 
 T = TypeVar("T")
+PAGE = 500
 
 
 class ServerUnreachable(ForgeError):
@@ -30,40 +32,68 @@ class ApiError(ForgeError):
         super().__init__(problem.detail or problem.title)
         self.type = problem.type
         self.status = problem.status
+        self.exit_code = 2 if problem.status == 400 else 1
 
 
 def locate(url: str | None = None, key: str | None = None) -> tuple[str, str]:
-    """URL and admin key: the arguments, else ``FORGE_URL`` / ``FORGE_KEY``, else those of ``./forge.toml``."""
+    """URL and admin key: the arguments, else ``FORGE_URL`` / ``FORGE_KEY``, else what belongs to the settings
+    file here: the running server's address and key in its data folder, else what the file says.
+
+    Raises ConfigError when the file cannot be read.
+    """
     url = url or os.environ.get("FORGE_URL")
     key = key or os.environ.get("FORGE_KEY")
-    file = Path(os.environ.get("FORGE_CONFIG", "forge.toml"))
-    server: dict[str, Any] = {}
-    if file.exists():
-        data = tomllib.loads(file.read_text())
-        server = data.get("server", {})
-        key = key or data.get("security", {}).get("admin_key")
-    data_dir = file.parent / server.get("data_dir", "forge-data")
-    address = data_dir / "control.url"
-    if not url and address.exists():
-        url = address.read_text().strip()
-    if not url:
-        url = f"http://{server.get('control_host', '127.0.0.1')}:{server.get('control_port', 8401)}"
-    if not key and (data_dir / "admin.key").exists():
-        key = (data_dir / "admin.key").read_text().strip()
-    return url, key or ""
+    if not (url and key):
+        file = Path(os.environ.get("FORGE_CONFIG", "forge.toml"))
+        server, security = _table(file, "server"), _table(file, "security")
+        data_dir = file.parent / str(server.get("data_dir", "forge-data"))
+        port = f"{server.get('control_host', '127.0.0.1')}:{server.get('control_port', 8401)}"
+        url = url or _content(data_dir / "control.url") or f"http://{port}"
+        key = key or str(security.get("admin_key", "")) or _content(data_dir / "admin.key")
+    return url, key
+
+
+def _table(file: Path, name: str) -> dict[str, Any]:
+    """A section of the settings file with its environment variables over it; enough to find a server."""
+    try:
+        found = tomllib.loads(file.read_text()).get(name, {}) if file.exists() else {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"cannot be read ({error})", where=str(file), mend="mend it, or give --url"
+        ) from None
+    prefix = f"FORGE_{name.upper()}__"
+    over = {key[len(prefix) :].lower(): text for key, text in os.environ.items() if key.startswith(prefix)}
+    return (found if isinstance(found, dict) else {}) | over
+
+
+def _word(text: str) -> str:
+    """``text`` as one word of a path."""
+    return quote(text, safe="")
+
+
+def _content(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""
 
 
 class ForgeClient:
     """Talks to ``/api/v1`` of one server. Use as a context manager, or call ``close``."""
 
     def __init__(self, url: str | None = None, key: str | None = None, *, timeout_s: float = 60.0) -> None:
-        self.url, self._key = locate(url, key)
-        self._http = httpx.Client(
-            base_url=self.url,
-            headers={"authorization": f"Bearer {self._key}"},
-            timeout=timeout_s,
-            trust_env=False,
-        )
+        self.url, admin_key = locate(url, key)
+        try:
+            self._http = httpx.Client(
+                base_url=self.url,
+                headers={"authorization": f"Bearer {admin_key}"},
+                timeout=timeout_s,
+                trust_env=False,
+            )
+        except (httpx.InvalidURL, UnicodeEncodeError) as error:
+            raise ConfigError(
+                f"the URL or the key cannot be used ({error})", where=self.url, mend="mend --url or --key"
+            ) from None
 
     def close(self) -> None:
         self._http.close()
@@ -78,11 +108,17 @@ class ForgeClient:
 
     def call(self, method: str, path: str, kind: type[T], body: Any = None, **params: Any) -> T:
         """One request. Raises ServerUnreachable, Unauthorized or ApiError."""
+        response = self._send(method, path, body, params)
+        if response.status_code >= 400:
+            raise self._problem(response)
+        return self._decoded(response, kind)
+
+    def _send(self, method: str, path: str, body: Any, params: dict[str, Any]) -> httpx.Response:
         headers = {"content-type": "application/json"}
         if method == "POST":
             headers["idempotency-key"] = uuid.uuid4().hex
         try:
-            response = self._http.request(
+            return self._http.request(
                 method,
                 path,
                 content=None if body is None else msgspec.json.encode(body),
@@ -95,22 +131,24 @@ class ForgeClient:
                 where=self.url,
                 mend="start it with `forge-server up`, or give --url",
             ) from None
-        if response.status_code >= 400:
-            raise self._problem(response)
-        if kind is type(None):
-            return None
-        return msgspec.json.decode(response.content, type=kind)
+
+    def _decoded(self, response: httpx.Response, kind: type[T]) -> T:
+        try:
+            return msgspec.json.decode(response.content, type=kind)
+        except msgspec.MsgspecError:
+            raise ServerUnreachable(
+                "what answers is no forge-server, or one of another version",
+                where=self.url,
+                mend="give --url",
+            ) from None
 
     def _problem(self, response: httpx.Response) -> ForgeError:
-        try:
-            problem = msgspec.json.decode(response.content, type=s.Problem)
-        except msgspec.DecodeError:
-            problem = s.Problem("error", response.reason_phrase, response.status_code, response.text[:300])
+        problem = self._decoded(response, s.Problem)
         if problem.status == 401:
             return Unauthorized(
                 "the server does not accept this key",
                 where=self.url,
-                mend="give FORGE_KEY or run in its folder",
+                mend="give --key or FORGE_KEY, or run in the folder of its forge.toml",
             )
         return ApiError(problem)
 
@@ -118,21 +156,19 @@ class ForgeClient:
         cursor: str | None = None
         left = limit
         while True:
-            page = self.call("GET", path, s.Page, cursor=cursor, **params)
-            for item in page.items:
-                if left is not None:
-                    if left == 0:
-                        return
-                    left -= 1
-                yield msgspec.convert(item, kind)
+            size = PAGE if left is None else min(left, PAGE)
+            page = self.call("GET", path, s.Page, cursor=cursor, limit=size, **params)
+            yield from (msgspec.convert(item, kind) for item in page.items)
             cursor = page.next_cursor
-            if cursor is None:
+            if left is not None:
+                left -= len(page.items)
+            if cursor is None or left == 0:
                 return
 
     # --- state of the server
     def ready(self) -> s.Readiness:
-        response = self._http.get("/readyz")
-        return msgspec.json.decode(response.content, type=s.Readiness)
+        """Raises ServerUnreachable."""
+        return self._decoded(self._send("GET", "/readyz", None, {}), s.Readiness)
 
     # --- runs
     def create_run(self, settings: dict[str, Any]) -> s.RunView:
@@ -142,13 +178,13 @@ class ForgeClient:
         return list(self._pages("/api/v1/runs", s.RunView, None))
 
     def run(self, id_or_name: str) -> s.RunView:
-        return self.call("GET", f"/api/v1/runs/{id_or_name}", s.RunView)
+        return self.call("GET", f"/api/v1/runs/{_word(id_or_name)}", s.RunView)
 
     def patch_run(self, id_or_name: str, patch: s.RunPatch) -> s.RunView:
-        return self.call("PATCH", f"/api/v1/runs/{id_or_name}", s.RunView, patch)
+        return self.call("PATCH", f"/api/v1/runs/{_word(id_or_name)}", s.RunView, patch)
 
     def metrics(self, run: str) -> list[s.StepMetrics]:
-        return self.call("GET", f"/api/v1/runs/{run}/metrics", list[s.StepMetrics])
+        return self.call("GET", f"/api/v1/runs/{_word(run)}/metrics", list[s.StepMetrics])
 
     # --- tasks
     def create_tasks(self, body: s.TaskCreate) -> s.TasksCreated:
@@ -167,22 +203,24 @@ class ForgeClient:
         return self._pages("/api/v1/rollouts", s.RolloutView, limit, run=run, state=state)
 
     def rollout(self, rollout_id: str) -> s.RolloutDetail:
-        return self.call("GET", f"/api/v1/rollouts/{rollout_id}", s.RolloutDetail)
+        return self.call("GET", f"/api/v1/rollouts/{_word(rollout_id)}", s.RolloutDetail)
 
     def calls(self, rollout_id: str, messages: bool = False) -> list[s.CallView]:
         return self.call(
-            "GET", f"/api/v1/rollouts/{rollout_id}/calls", list[s.CallView], messages=str(messages).lower()
+            "GET",
+            f"/api/v1/rollouts/{_word(rollout_id)}/calls",
+            list[s.CallView],
+            messages=str(messages).lower(),
         )
 
     def samples(self, rollout_id: str) -> list[s.SampleView]:
-        return self.call("GET", f"/api/v1/rollouts/{rollout_id}/samples", list[s.SampleView])
+        return self.call("GET", f"/api/v1/rollouts/{_word(rollout_id)}/samples", list[s.SampleView])
 
     def logs(self, rollout_id: str) -> list[s.LogView]:
-        return self.call("GET", f"/api/v1/rollouts/{rollout_id}/logs", list[s.LogView])
+        return self.call("GET", f"/api/v1/rollouts/{_word(rollout_id)}/logs", list[s.LogView])
 
-    def rollout_action(self, rollout_id: str, action: str) -> s.RolloutDetail:
-        """``action``: cancel | retry."""
-        return self.call("POST", f"/api/v1/rollouts/{rollout_id}/{action}", s.RolloutDetail, {})
+    def rollout_action(self, rollout_id: str, action: Literal["cancel", "retry"]) -> s.RolloutDetail:
+        return self.call("POST", f"/api/v1/rollouts/{_word(rollout_id)}/{action}", s.RolloutDetail, {})
 
     # --- policies
     def policies(self) -> list[s.PolicyView]:

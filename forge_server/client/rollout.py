@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 
@@ -58,7 +58,7 @@ def rollout(
     task: str | None = None,
     run: str | None = None,
     harness: str = "external",
-    mode: str = "record",
+    mode: Literal["record", "eval", "train"] = "record",
 ) -> Iterator[ExternalRollout]:
     """Register, run the body, finish. An exception in the body finishes the rollout with that error."""
     external = ExternalRollout(client.register(RolloutCreate(task=task, run=run, harness=harness, mode=mode)))

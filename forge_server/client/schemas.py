@@ -1,8 +1,12 @@
 """What the control API takes and gives, as msgspec Structs. Times are float seconds since the Unix epoch."""
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
+
+_NAME = r"^[^\x00-\x1f]+$"
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128, pattern=_NAME)]
+HarnessName = Annotated[str, msgspec.Meta(min_length=1, max_length=64, pattern=_NAME)]
 
 
 class Problem(msgspec.Struct):
@@ -35,10 +39,10 @@ class RunCreate(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class RunPatch(msgspec.Struct, forbid_unknown_fields=True):
-    """``action``: pause | resume | cancel; ``in_flight`` sets N of the scheduler."""
+    """``in_flight`` sets N of the scheduler."""
 
-    action: str | None = None
-    in_flight: int | None = None
+    action: Literal["pause", "resume", "cancel"] | None = None
+    in_flight: Annotated[int, msgspec.Meta(ge=0, le=100_000)] | None = None
 
 
 class RunView(msgspec.Struct):
@@ -58,8 +62,8 @@ class RunView(msgspec.Struct):
 class TaskCreate(msgspec.Struct, forbid_unknown_fields=True):
     """``tasks`` are JSONL lines as ``tasks/`` defines them; ``path`` is a folder or file on the server's disk."""
 
-    taskset: str
-    split: str = "train"
+    taskset: Name
+    split: Annotated[str, msgspec.Meta(min_length=1, max_length=32)] = "train"
     tasks: list[dict[str, Any]] = []
     path: str | None = None
 
@@ -86,8 +90,8 @@ class RolloutCreate(msgspec.Struct, forbid_unknown_fields=True):
 
     task: str | None = None
     run: str | None = None
-    harness: str = "external"
-    mode: str = "record"
+    harness: HarnessName = "external"
+    mode: Literal["record", "eval", "train"] = "record"
 
 
 class Registration(msgspec.Struct):

@@ -2,19 +2,20 @@
 
 from forge_server.client.http import ForgeClient
 from forge_server.commands import show as out
+from forge_server.commands.source import reading
 from forge_server.domain.errors import NotFound
 
 COLUMNS = ("name", "version", "state", "step", "parent_version", "created_at", "live_at", "reason")
 
 
 def listing(url: str | None, key: str | None, as_json: bool) -> None:
-    with ForgeClient(url, key) as client:
-        out.rows(client.policies(), COLUMNS, as_json, empty="no policy yet: configure [engine] model")
+    with reading(url, key) as source:
+        out.rows(source.policies(), COLUMNS, as_json, empty="no policy yet: configure [engine] model")
 
 
 def show(version: int, url: str | None, key: str | None, as_json: bool) -> None:
-    with ForgeClient(url, key) as client:
-        for view in client.policies():
+    with reading(url, key) as source:
+        for view in source.policies():
             if view.version == version:
                 out.one(view, as_json)
                 return

@@ -1,9 +1,12 @@
 """``forge-server rollout …``"""
 
+from typing import Literal
+
 import msgspec
 
 from forge_server.client.http import ForgeClient
 from forge_server.commands import show as out
+from forge_server.commands.source import reading
 
 COLUMNS = ("id", "harness", "mode", "state", "outcome", "kind", "reward", "attempts", "policy_version")
 CALL_COLUMNS = (
@@ -25,15 +28,15 @@ CALL_COLUMNS = (
 def listing(
     run: str | None, state: str | None, limit: int, url: str | None, key: str | None, as_json: bool
 ) -> None:
-    with ForgeClient(url, key) as client:
-        out.rows(list(client.rollouts(run, state, limit)), COLUMNS, as_json, empty="no rollouts yet")
+    with reading(url, key) as source:
+        out.rows(list(source.rollouts(run, state, limit)), COLUMNS, as_json, empty="no rollouts yet")
 
 
 def show(rollout_id: str, url: str | None, key: str | None, as_json: bool) -> None:
-    with ForgeClient(url, key) as client:
-        detail = client.rollout(rollout_id)
-        samples = client.samples(rollout_id)
-        calls = client.calls(rollout_id, messages=True)
+    with reading(url, key) as source:
+        detail = source.rollout(rollout_id)
+        samples = source.samples(rollout_id)
+        calls = source.calls(rollout_id, messages=True)
     if as_json:
         out.one({"detail": detail, "samples": samples, "calls": calls}, True)
         return
@@ -57,18 +60,18 @@ def show(rollout_id: str, url: str | None, key: str | None, as_json: bool) -> No
 
 
 def calls(rollout_id: str, url: str | None, key: str | None, as_json: bool) -> None:
-    with ForgeClient(url, key) as client:
-        out.rows(client.calls(rollout_id), CALL_COLUMNS, as_json, empty="it made no call")
+    with reading(url, key) as source:
+        out.rows(source.calls(rollout_id), CALL_COLUMNS, as_json, empty="it made no call")
 
 
 def logs(rollout_id: str, url: str | None, key: str | None) -> None:
-    with ForgeClient(url, key) as client:
-        for log in client.logs(rollout_id):
+    with reading(url, key) as source:
+        for log in source.logs(rollout_id):
             out.console.rule(f"{log.attempt_id} {log.stream}")
             out.console.print(log.text, markup=False, soft_wrap=True)
 
 
-def act(rollout_id: str, action: str, url: str | None, key: str | None) -> None:
+def act(rollout_id: str, action: Literal["cancel", "retry"], url: str | None, key: str | None) -> None:
     with ForgeClient(url, key) as client:
         view = client.rollout_action(rollout_id, action).rollout
         out.console.print(f"{view.id}  {view.state}  {out.text(view.outcome)}")

@@ -1,32 +1,50 @@
 """``forge-server up``"""
 
 import asyncio
+import os
 import signal
+import sys
+import threading
+from types import FrameType
 
 import uvloop
 
-from forge_server import logs
+from forge_server import environments, logs
 from forge_server import settings as config_tree
 from forge_server.app import serve
 
+EXIT_S = 10.0
+"""How long work in threads (an installation, a database that does not answer) may delay the exit."""
+
 
 def up(config: str | None) -> None:
-    """Run until SIGINT or SIGTERM; a second one ends at once."""
+    """Run until SIGINT or SIGTERM; a second one ends at once, as SIGKILL would: the next start settles that."""
     settings = config_tree.load(config_tree.find_file(config))
     logs.configure(settings.server.log_level, settings.server.log_format)
+    if settings.engine.kind == "managed":
+        signal.signal(signal.SIGTERM, _interrupted)
+        environments.ensure("engine")
     uvloop.run(_until_signal(settings))
+
+
+def _interrupted(number: int, _: FrameType | None) -> None:
+    sys.exit(128 + number)
 
 
 async def _until_signal(settings: config_tree.Settings) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    main = asyncio.current_task()
 
-    def signalled() -> None:
-        if stop.is_set() and main is not None:
-            main.cancel()
+    def signalled(number: int) -> None:
+        if stop.is_set():
+            os._exit(128 + number)
         stop.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, signalled)
-    await serve(settings, stop)
+        loop.add_signal_handler(number, signalled, number)
+    try:
+        await serve(settings, stop)
+    finally:
+        last = threading.Timer(EXIT_S, os._exit, (0 if stop.is_set() else 1,))
+        last.daemon = True
+        last.start()

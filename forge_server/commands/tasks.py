@@ -11,6 +11,7 @@ from forge_server import settings as config_tree
 from forge_server.client.http import ForgeClient
 from forge_server.client.schemas import TaskCreate
 from forge_server.commands import show as out
+from forge_server.commands.source import reading
 from forge_server.domain.errors import TaskError
 from forge_server.domain.ids import new_id
 from forge_server.harness.plan import PlanLimits
@@ -34,9 +35,9 @@ def import_(path: str, taskset: str, split: str, url: str | None, key: str | Non
 
 
 def listing(taskset: str | None, limit: int, url: str | None, key: str | None, as_json: bool) -> None:
-    with ForgeClient(url, key) as client:
+    with reading(url, key) as source:
         out.rows(
-            list(client.tasks(taskset, limit)),
+            list(source.tasks(taskset, limit)),
             COLUMNS,
             as_json,
             empty="no tasks yet: forge-server task import",

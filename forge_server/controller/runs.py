@@ -70,8 +70,8 @@ class Runs:
     def __init__(self, store: Store, events: Events, policy: str, started: Callable[[str], None]) -> None:
         self._store, self._events, self._policy, self._started = store, events, policy, started
 
-    async def create(self, settings: RunSettings) -> str:
-        """Create the run, or find the one of that name; its id.
+    async def check(self, settings: RunSettings) -> Run | None:
+        """The run of that name, if there is one; changes nothing.
 
         Raises Conflict naming the key when the settings differ from those it was created with,
         ConfigError when they ask for another policy than the engine serves.
@@ -83,6 +83,18 @@ class Runs:
                 mend="mend policy",
             )
         found = await self._by_name(settings.name)
+        key = first_change(msgspec.to_builtins(found.settings), settings) if found else None
+        if key is not None:
+            raise Conflict(
+                f"the run exists with another value of {key!r}",
+                where=settings.name,
+                mend="restore the value, or give the run a new name",
+            )
+        return found
+
+    async def create(self, settings: RunSettings) -> str:
+        """Create the run, or find the one of that name; its id. Raises as ``check`` does."""
+        found = await self.check(settings)
         if found is None:
             event = RunCreated(
                 run_id=new_id("ru"),
@@ -94,16 +106,9 @@ class Runs:
             if applied.ok:
                 self._started(event.run_id)
                 return event.run_id
-            found = await self._by_name(settings.name)
+            found = await self.check(settings)
             if found is None:
                 raise Conflict(f"the run was not taken ({applied.refusal})", where=settings.name)
-        key = first_change(msgspec.to_builtins(found.settings), settings)
-        if key is not None:
-            raise Conflict(
-                f"the run exists with another value of {key!r}",
-                where=settings.name,
-                mend="restore the value, or give the run a new name",
-            )
         if not found.over:
             self._started(found.id)
         return found.id

@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 
 import structlog
 
+from forge_server.domain.errors import StoreError
 from forge_server.domain.events import Applied, Event, HoldBegan, HoldEnded
 
 log = structlog.get_logger(__name__)
@@ -48,13 +49,19 @@ class EngineWatch:
         held = False
         while True:
             if self._engine.ready == held:
-                if held:
-                    await self._gate.release()
-                    await self._apply(HoldEnded(reason=REASON))
-                else:
-                    await self._apply(HoldBegan(reason=REASON))
-                    await self._gate.hold(REASON)
-                held = not held
-                self._launches(not held)
-                log.info("engine", ready=not held, reason=self._engine.reason)
+                try:
+                    await self._turn(held)
+                    held = not held
+                except StoreError as error:  # the hold is a row first; the next look tries again
+                    log.error("the engine's hold is not written", error=str(error))
             await asyncio.sleep(LOOK_S)
+
+    async def _turn(self, held: bool) -> None:
+        if held:
+            await self._apply(HoldEnded(reason=REASON))
+            await self._gate.release()
+        else:
+            await self._apply(HoldBegan(reason=REASON))
+            await self._gate.hold(REASON)
+        self._launches(held)
+        log.info("engine", ready=held, reason=self._engine.reason)

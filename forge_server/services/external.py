@@ -49,7 +49,7 @@ class ExternalRollouts:
                 rollout_id=rollout_id,
                 run_id=run_id,
                 harness=body.harness,
-                mode=body.mode,  # type: ignore[arg-type]
+                mode=body.mode,
                 task_id=task_id,
                 external=True,
                 max_attempts=1,

@@ -7,6 +7,7 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from forge_server.client.schemas import TaskCreate, TasksCreated
+from forge_server.domain.errors import TaskError
 from forge_server.domain.ids import new_id
 from forge_server.store.database import Store
 from forge_server.store.task_rows import TaskRows
@@ -22,6 +23,8 @@ class TaskImport:
 
     async def __call__(self, body: TaskCreate) -> TasksCreated:
         """Raises TaskError naming the task and the mend; then nothing was registered."""
+        if not body.tasks and body.path is None:
+            raise TaskError("there is no task", where="tasks", mend="give tasks (lines) or a path")
         tasks = load.from_lines(body.tasks) if body.tasks else []
         if body.path is not None:
             tasks = load.distinct([*tasks, *await asyncio.to_thread(load.load, Path(body.path))])
