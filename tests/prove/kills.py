@@ -39,7 +39,10 @@ from whole_loop import Lab, report, run_settings
 from forge_server import environments
 from forge_server.client.http import ServerUnreachable
 from forge_server.client.schemas import RunPatch, RunView
+from forge_server.controller.processes import start_time
 from forge_server.domain.errors import ForgeError
+from forge_server.engine import process
+from forge_server.engine.managed import Record
 
 TESTS = Path(__file__).resolve().parents[1]
 RUN = "kills"
@@ -86,9 +89,11 @@ class Killer:
         return True
 
     def _engine(self) -> bool:
-        with contextlib.suppress(OSError, AssertionError, msgspec.MsgspecError):
-            os.kill(self._lab.engine_pid(), signal.SIGKILL)
-            return True
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            text = (self._lab.data / "engine" / "engine.json").read_bytes()
+            identity = msgspec.json.decode(text, type=Record).identity
+            if identity is not None and process.is_alive(identity):
+                return _kill([identity.pid])
         return False
 
     def _trainer(self) -> bool:
@@ -96,7 +101,8 @@ class Killer:
 
     def _runner(self) -> bool:
         rows = self._lab.query("SELECT handle FROM attempts WHERE state <> 'ended' AND handle IS NOT NULL")
-        pids = [json.loads(row.handle)["pid"] for row in rows]
+        handles = [json.loads(row.handle) for row in rows]
+        pids = [handle["pid"] for handle in handles if start_time(handle["pid"]) == handle["started"]]
         return _kill([self._rng.choice(pids)]) if pids else False
 
 
@@ -139,9 +145,10 @@ def disturb(lab: Lab, killer: Killer, kills: int, rng: random.Random, limit_s: f
 
 def _view(lab: Lab) -> RunView | None:
     """The run, or None while the server is too busy with its recovery to answer."""
+    view: RunView | None = None
     with contextlib.suppress(ServerUnreachable):
-        return lab.run(RUN)
-    return None
+        view = lab.run(RUN)
+    return view
 
 
 def findings(lab: Lab, run_id: str, steps: int) -> list[str]:
