@@ -36,7 +36,8 @@ def test_the_gain_is_paired_by_task() -> None:
         rollout("t1", 1, 0.0),
         rollout("t2", 3, 0.0, "train"),
     ]
-    gain = gain_of([*before, *after, *lost], 0, 3)
+    again = [rollout("t0", 0, 0.0), rollout("t9", 0, 1.0)]  # several rollouts of a task count as their mean
+    gain = gain_of([*before, *again, *after, *lost], 0, 3)
     assert gain is not None
     assert (gain.before, gain.after, gain.tasks) == (0.4, 0.8, 10)
     assert abs(gain.gain - 0.4) < 1e-9

@@ -154,7 +154,7 @@ def run_table(recipe: Recipe, seed: int) -> dict[str, Any]:
             f"{_ACTOR}.ppo_mini_batch_size={plan.groups_per_update}",
             f"{_ACTOR}.clip_ratio_high=0.28",
         ],
-        "eval": {"split": "heldout", "k": 1, "temperature": 1.0},
+        "eval": {"split": "heldout", "k": recipe.heldout_rollouts, "temperature": 1.0},
     }
 
 

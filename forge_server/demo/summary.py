@@ -4,6 +4,7 @@ Pure.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -31,19 +32,19 @@ def gain_of(rollouts: Sequence[RolloutView], first: int, last: int) -> Gain | No
     """From the evaluation rollouts of versions ``first`` and ``last``; None when a version was not
     measured.
     """
-    rewards: dict[int, dict[str, float]] = {first: {}, last: {}}
+    rewards: dict[int, dict[str, list[float]]] = {first: {}, last: {}}
     for rollout in rollouts:
         measured = rewards.get(rollout.policy_version)
         if rollout.mode == "eval" and measured is not None and rollout.reward is not None and rollout.task_id:
-            measured[rollout.task_id] = rollout.reward
+            measured.setdefault(rollout.task_id, []).append(rollout.reward)
     both = sorted(rewards[first].keys() & rewards[last].keys())
     if not both or first == last:
         return None
-    before = [rewards[first][task] for task in both]
-    after = [rewards[last][task] for task in both]
+    before = [fmean(rewards[first][task]) for task in both]
+    after = [fmean(rewards[last][task]) for task in both]
     gains = [b - a for a, b in zip(before, after, strict=True)]
     low, high = mean_interval(gains)
-    return Gain(sum(before) / len(both), sum(after) / len(both), sum(gains) / len(both), low, high, len(both))
+    return Gain(fmean(before), fmean(after), fmean(gains), low, high, len(both))
 
 
 def curve(metrics: Sequence[StepMetrics]) -> list[tuple[int, float]]:
