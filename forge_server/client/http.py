@@ -83,17 +83,13 @@ class ForgeClient:
 
     def __init__(self, url: str | None = None, key: str | None = None, *, timeout_s: float = 60.0) -> None:
         self.url, admin_key = locate(url, key)
+        if admin_key and not (admin_key.isascii() and admin_key.isprintable() and " " not in admin_key):
+            raise ConfigError("the admin key is no key", where="FORGE_KEY", mend="give the one of admin.key")
+        headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
         try:
-            self._http = httpx.Client(
-                base_url=self.url,
-                headers={"authorization": f"Bearer {admin_key}"},
-                timeout=timeout_s,
-                trust_env=False,
-            )
-        except (httpx.InvalidURL, UnicodeEncodeError) as error:
-            raise ConfigError(
-                f"the URL or the key cannot be used ({error})", where=self.url, mend="mend --url or --key"
-            ) from None
+            self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout_s, trust_env=False)
+        except httpx.InvalidURL as error:
+            raise ConfigError(f"not a URL ({error})", where=self.url, mend="give http://HOST:PORT") from None
 
     def close(self) -> None:
         self._http.close()
