@@ -41,7 +41,7 @@ def check(config: str | None, data: str | None, as_json: bool) -> None:
     else:
         for line in checks:
             mark = "[green]ok[/]  " if line.ok else "[red]FAIL[/]"
-            out.console.print(f"{mark} {line.name}: {line.detail}", soft_wrap=True)
+            out.console.print(f"{mark} {line.name}: {out.text(line.detail)}", soft_wrap=True)
     failed = [line.name for line in checks if not line.ok]
     if failed:
         raise NotReady(f"not ready: {', '.join(failed)}", mend="see the lines above")

@@ -68,7 +68,8 @@ def check(run: str, config: str | None, as_json: bool) -> None:
             out.console.print(f"{count:>10}  {name}")
         for violation in report.violations[:50]:
             out.console.print(
-                f"[red]{violation.invariant}[/] {violation.attempt_id} call {violation.call_id}: {violation.what}"
+                f"[red]{violation.invariant}[/] {violation.attempt_id} call {violation.call_id}: "
+                f"{out.text(violation.what)}"
             )
     if report.violations:
         raise DataViolations(

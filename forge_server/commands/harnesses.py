@@ -74,6 +74,6 @@ def try_(name: str, task: str | None, url: str | None, key: str | None) -> None:
                 break
             time.sleep(0.5)
         if run.reason:
-            out.console.print(run.reason)
+            out.console.print(out.text(run.reason))
         for rollout in rollouts:
             out.rows(client.calls(rollout.id), CALL_COLUMNS, False, empty="it made no call")

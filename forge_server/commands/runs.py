@@ -41,4 +41,4 @@ def show(run: str, url: str | None, key: str | None, as_json: bool) -> None:
 def act(run: str, action: Literal["pause", "resume", "cancel"], url: str | None, key: str | None) -> None:
     with ForgeClient(url, key) as client:
         view = client.patch_run(run, RunPatch(action=action))
-        out.console.print(f"{view.name}  {view.state}  {view.reason}")
+        out.console.print(f"{view.name}  {view.state}  {out.text(view.reason)}")

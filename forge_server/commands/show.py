@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
@@ -29,6 +30,7 @@ def rows(items: Sequence[Any], columns: Sequence[str], as_json: bool, *, empty: 
 
 
 def text(value: Any, column: str = "") -> str:
+    """A value for the console; brackets in it, such as those of ``[engine]``, are no markup."""
     if value is None:
         return "-"
     if column.endswith("_at") and isinstance(value, float):
@@ -37,7 +39,7 @@ def text(value: Any, column: str = "") -> str:
         return f"{value:.4g}"
     if isinstance(value, dict):
         return " ".join(f"{k}={text(v)}" for k, v in value.items())
-    return str(value)
+    return escape(str(value))
 
 
 def one(item: Any, as_json: bool) -> None:

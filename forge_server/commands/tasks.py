@@ -80,7 +80,9 @@ async def _validate(tasks: list[Task], settings: config_tree.Settings, as_json: 
                 found.append(result)
                 if not as_json:
                     mark = "[red]FAIL[/]" if result.faults else "[green]ok[/]  "
-                    out.console.print(f"{mark} {result.name} {'; '.join(result.faults)}", soft_wrap=True)
+                    out.console.print(
+                        f"{mark} {result.name} {out.text('; '.join(result.faults))}", soft_wrap=True
+                    )
         finally:
             await backend.close(settings.scheduler.grace_s)
     return found
