@@ -267,7 +267,7 @@ def harness_show(name: str, config: str | None) -> None:
 
 @harness.command("try")
 @click.argument("name")
-@click.option("--task", "task_name", help="A registered task (default: write hello.txt).")
+@click.option("--task", "task_name", help="A registered task (default: write answer.txt).")
 @_url
 def harness_try(name: str, task_name: str | None, url: str | None, key: str | None) -> None:
     """Run one harness once against the live proxy and show its calls."""
