@@ -1,5 +1,6 @@
 """A whole forge-server in this process, without an engine, and an HTTP client with its admin key."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,7 +11,7 @@ import msgspec
 
 from forge_server.app import Server, running
 from forge_server.client.schemas import Problem
-from forge_server.settings import LocalSettings, ServerSettings, Settings, StoreSettings
+from forge_server.settings import EngineSettings, LocalSettings, ServerSettings, Settings, StoreSettings
 
 
 def settings(folder: Path, **sections: Any) -> Settings:
@@ -35,6 +36,11 @@ class Rig:
         answer = await self.http.post("/api/v1/runs", json={"settings": run_table(name, **changes)})
         assert answer.status_code == 201, answer.text
         return dict(answer.json())
+
+    async def ready(self) -> None:
+        async with asyncio.timeout(30):
+            while (await self.http.get("/readyz")).status_code != 200:  # noqa: ASYNC110 - over HTTP
+                await asyncio.sleep(0.05)
 
     async def register(self, **body: Any) -> dict[str, Any]:
         answer = await self.http.post("/api/v1/rollouts", json=body)
@@ -77,6 +83,11 @@ def client(server: Server, key: str | None = None) -> httpx.AsyncClient:
     return httpx.AsyncClient(
         base_url=server.listening.control_url, headers=headers, trust_env=False, timeout=30.0
     )
+
+
+def attached(url: str) -> dict[str, Any]:
+    """Sections for a server with this engine."""
+    return {"engine": EngineSettings(kind="attach", url=url)}
 
 
 def on(url: str) -> dict[str, Any]:

@@ -25,7 +25,7 @@ class ExternalRollout:
                 "https"
             ),  # reading certificates costs more than the rollout
         )
-        self.finished = False
+        self.finished = self._rewarded = False
 
     def _post(self, path: str, body: dict[str, Any]) -> None:
         response = self._http.post(f"{self._http.base_url}{path}", json=body)
@@ -40,10 +40,11 @@ class ExternalRollout:
         self._post(
             "reward", {"value": value, "source": "external", "call_id": call_id, "detail": detail or {}}
         )
+        self._rewarded = True
 
     def finish(self, exit_code: int = 0, error: str | None = None) -> None:
         """End the rollout; idempotent."""
-        verifier = {"status": "ok" if error is None else "none", "exit_code": 0}
+        verifier = {"status": "ok", "exit_code": 0} if self._rewarded else {"status": "none"}
         self._post("finish", {"exit_code": exit_code, "verifier": verifier, "runner_error": error or ""})
         self.finished = True
 
