@@ -1,7 +1,7 @@
 """A whole forge-server in this process, without an engine, and an HTTP client with its admin key."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -38,9 +38,7 @@ class Rig:
         return dict(answer.json())
 
     async def ready(self) -> None:
-        async with asyncio.timeout(30):
-            while (await self.http.get("/readyz")).status_code != 200:  # noqa: ASYNC110 - over HTTP
-                await asyncio.sleep(0.05)
+        await eventually(lambda: self.server.engine.ready)
 
     async def register(self, **body: Any) -> dict[str, Any]:
         answer = await self.http.post("/api/v1/rollouts", json=body)
@@ -51,6 +49,13 @@ class Rig:
         answer = await self.http.get(path, params=params)
         assert answer.status_code == 200, answer.text
         return list(answer.json()["items"])
+
+
+async def eventually(holds: Callable[[], bool], limit_s: float = 30.0) -> None:
+    """Wait until it holds; TimeoutError after ``limit_s``."""
+    async with asyncio.timeout(limit_s):
+        while not holds():  # noqa: ASYNC110 - the state of something that tells nobody
+            await asyncio.sleep(0.02)
 
 
 def problem(answer: httpx.Response, status: int, kind: str) -> Problem:
