@@ -143,6 +143,11 @@ class _NoEngine:
 
         raise EngineUnavailable(f"the engine is {self.reason}")
 
+    async def count_tokens(self, messages: Any, tools: Any) -> int:
+        from forge_server.domain.engine import EngineUnavailable
+
+        raise EngineUnavailable(f"the engine is {self.reason}")
+
     async def swap(self, path: Path, version: int, manifest_sha256: str) -> Any:
         raise ConfigError(f"the engine is {self.reason}")
 
@@ -395,7 +400,11 @@ class Server:
     def pod_app(self) -> InferenceRoutes:
         """The pod-facing listener: inference, and the runner's routes behind it."""
         routes = pod_routes(
-            _Settled(self.lifecycle, self.sessions), self.plans, self.store, self.instance.secret
+            _Settled(self.lifecycle, self.sessions),
+            self.sessions,
+            self.plans,
+            self.store,
+            self.instance.secret,
         )
         runner = Litestar(
             routes,

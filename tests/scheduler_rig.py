@@ -38,6 +38,16 @@ CHECK = "cmp -s answer.txt /tests/expected && r=1 || r=0\necho $r > /logs/verifi
 SOLVE = [tool("shell", command="cat word.txt"), tool("finish", answer="plum")]
 
 
+class Receipts:
+    """Hears what runners say of answers; the model here is no proxy."""
+
+    def __init__(self):
+        self.heard = []
+
+    async def receipts(self, attempt_id, read, lost):
+        self.heard.append((attempt_id, tuple(read), tuple(lost)))
+
+
 class Tasks:
     """One task for all."""
 
@@ -200,7 +210,8 @@ async def rig(
             Options(**{"in_flight": 4, "heartbeat_s": 0.0, **options}),
         )
         app = Litestar(
-            [*pod_routes(it.lifecycle, plans, it.store, me.secret), _model(it)], exception_handlers=HANDLERS
+            [*pod_routes(it.lifecycle, Receipts(), plans, it.store, me.secret), _model(it)],
+            exception_handlers=HANDLERS,
         )
         async with serving(app, [bind_unix(path)]):
             ticks = Ticks()

@@ -331,3 +331,81 @@ async def test_replays_do_not_use_up_the_budget(database_url: str) -> None:
         await again.send(hello())
         assert content(await again.read()) == "answer 1"
         again.close()
+
+
+# --- answers that go through a runner's relay ---
+
+
+def _relay(number: int, **more: str) -> dict[str, str]:
+    return {"x_forge_relay_call": f"r{number}", **more}
+
+
+async def test_i3_what_a_relay_took_is_not_yet_delivered(proxy: Rig) -> None:
+    """Closed in order with every byte acknowledged, or open when the attempt is sealed: neither says a thing
+    about the harness behind the relay."""
+    closed, kept = Wire(proxy), Wire(proxy)
+    await closed.send(hello("a"), **_relay(1))
+    await closed.read()
+    closed.close()
+    await kept.send(hello("b"), **_relay(2))
+    await kept.read()
+    await proxy.seal()
+    rows = await proxy.rows()
+    assert [(row.delivered, row.untrainable) for row in rows] == [("unknown", "delivery_unknown")] * 2
+    kept.close()
+
+
+async def test_i3_the_relay_tells_what_its_harness_read(proxy: Rig) -> None:
+    first, second = Wire(proxy), Wire(proxy)
+    await first.send(hello("a"), **_relay(1))
+    await first.read()
+    (row,) = await proxy.rows()
+    first.close()
+    await second.send(hello("b"), **_relay(2, x_forge_relay_read=f"{row.id} 12 nonsense"))
+    await second.read()
+    rows = await proxy.until(lambda rows: rows[0].delivered == Delivery.YES)
+    assert [row.delivered for row in rows] == ["yes", "unknown"]
+    await second.send(hello("c"), **_relay(3))  # on the same connection: the relay has passed it on
+    await second.read()
+    await proxy.until(lambda rows: rows[1].delivered == Delivery.YES)
+    second.close()
+
+
+async def test_an_answer_that_the_harness_read_is_not_given_again(proxy: Rig) -> None:
+    """The relay's connection is gone, its word comes with the very request that asks the same again."""
+    first, second = Wire(proxy), Wire(proxy)
+    await first.send(hello("a"), **_relay(1))
+    assert content(await first.read()) == "answer 1"
+    (row,) = await proxy.rows()
+    first.close()
+    await eventually(lambda: all(a.line is None for s in proxy.sessions_now() for a in s._open.values()))
+    await second.send(hello("a"), **_relay(2, x_forge_relay_read=str(row.id)))
+    assert content(await second.read()) == "answer 2"
+    second.close()
+
+
+@pytest.mark.parametrize("sealed_first", [False, True])
+async def test_i3_the_relays_last_word_is_written_before_and_after_the_sealing(
+    proxy: Rig, sealed_first: bool
+) -> None:
+    wires = [Wire(proxy) for _ in range(3)]
+    for number, wire in enumerate(wires):
+        await wire.send(hello(str(number)), **_relay(number))
+        await wire.read()
+    ids = [row.id for row in await proxy.rows()]
+    if sealed_first:
+        await proxy.seal()
+    for _ in range(2):
+        await proxy.sessions.receipts(proxy.attempt, ids[:1], ids[1:2])
+    if not sealed_first:
+        await proxy.seal()
+    assert [(row.delivered, row.untrainable) for row in await proxy.rows()] == [
+        ("yes", None),
+        ("no", Untrainable.NOT_DELIVERED),
+        ("unknown", Untrainable.DELIVERY_UNKNOWN),
+    ]
+    other = await proxy.new_attempt()
+    await proxy.sessions.receipts(other, ids[2:], [])  # another attempt's runner has no say
+    assert (await proxy.rows())[2].delivered == Delivery.UNKNOWN
+    for wire in wires:
+        wire.close()

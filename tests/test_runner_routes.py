@@ -8,7 +8,7 @@ import pytest
 import sqlalchemy as sa
 from litestar import Litestar
 from litestar.testing import AsyncTestClient
-from scheduler_rig import Tasks, rig
+from scheduler_rig import Receipts, Tasks, rig
 
 from forge_server import assets
 from forge_server.api.pod import pod_routes
@@ -35,7 +35,9 @@ async def attempt(tmp_path, tasks=None):
         await it.lifecycle.apply(e.AttemptLaunching(attempt_id="at-1", startup_s=60))
         specs = load_all([assets.folder("harness_specs")])
         plans = Plans(it.store, specs, tasks or Tasks(), PlanOptions(model="forge"))
-        app = Litestar(pod_routes(it.lifecycle, plans, it.store, it.secret), exception_handlers=HANDLERS)
+        it.receipts = Receipts()
+        routes = pod_routes(it.lifecycle, it.receipts, plans, it.store, it.secret)
+        app = Litestar(routes, exception_handlers=HANDLERS)
         async with AsyncTestClient(app) as client:
             it.client = client
             it.runner = keys.attempt_key(it.secret, "at-1", "runner")
@@ -90,6 +92,14 @@ async def test_everything_may_be_said_twice(tmp_path):
             ("reward", {"value": 0.5, "source": "external"}),
         ):
             assert [(await say(it, route, body)).status_code for _ in range(2)] == [200, 200]
+
+
+async def test_what_the_harness_read_is_handed_to_the_proxy(tmp_path):
+    async with attempt(tmp_path) as it:
+        await start(it)
+        event = {"kind": "receipts", "read": [1, 2], "lost": [3]}
+        assert (await say(it, "events", {"events": [event]})).status_code == 200
+        assert it.receipts.heard == [("at-1", (1, 2), (3,))]
 
 
 async def test_keys_open_only_what_is_theirs(tmp_path):

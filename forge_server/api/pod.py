@@ -6,6 +6,7 @@ their own attempt. Every route may be repeated: the lifecycle answers what has b
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
@@ -32,6 +33,13 @@ class Lifecycle(Protocol):
     async def apply(self, event: Event) -> Applied: ...
 
     async def heartbeat(self, attempt_id: str) -> Instruction: ...
+
+
+class Receipts(Protocol):
+    """What the proxy is told of answers that went through a runner's relay."""
+
+    async def receipts(self, attempt_id: str, read: Sequence[int], lost: Sequence[int]) -> None:
+        """Durable on return. Raises StoreError."""
 
 
 class Plans(Protocol):
@@ -66,11 +74,13 @@ class Orders(msgspec.Struct):
 
 
 class RunnerEvent(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    kind: Literal["harness_started", "harness_exited", "oom", "log"]
+    kind: Literal["harness_started", "harness_exited", "receipts", "oom", "log"]
     exit_code: int | None = None
     stopped_by: str = ""
     stream: Literal["runner", "harness", "verifier"] = "runner"
     tail: str = ""
+    read: list[int] = []
+    lost: list[int] = []
 
 
 class RunnerEvents(msgspec.Struct, forbid_unknown_fields=True):
@@ -100,7 +110,9 @@ AttemptId = FromPath[str]
 _Request = Request[Any, Any, Any]
 
 
-def pod_routes(lifecycle: Lifecycle, plans: Plans, store: Store, secret: bytes) -> list[Any]:
+def pod_routes(
+    lifecycle: Lifecycle, receipts: Receipts, plans: Plans, store: Store, secret: bytes
+) -> list[Any]:
     """The handlers, to be served on the pod-facing listener without a prefix."""
 
     def check(request: _Request, attempt_id: str) -> None:
@@ -152,6 +164,8 @@ def pod_routes(lifecycle: Lifecycle, plans: Plans, store: Store, secret: bytes) 
             if event.kind == "harness_started":
                 agent_s = (await plans.plan(attempt_id)).agent_s
                 await apply(e.HarnessStarted(attempt_id=attempt_id, agent_s=agent_s), attempt_id)
+            elif event.kind == "receipts":
+                await receipts.receipts(attempt_id, event.read, event.lost)
             elif event.kind == "oom":
                 # Best effort: the attempt may have been stopped for another reason already.
                 await lifecycle.apply(e.BudgetExceeded(attempt_id=attempt_id, kind=Kind.OOM_AGENT))

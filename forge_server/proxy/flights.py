@@ -18,14 +18,16 @@ class Answer:
     """A recorded completion and what is known about its delivery.
 
     ``watchers`` connections are about to get it; ``line`` is the one that it was last sent on, None before
-    that and once nothing more can be learned from it.
+    that and once nothing more can be learned from it. What a ``relayed`` line has taken is with the relay, not
+    yet with the harness.
     """
 
-    __slots__ = ("call_id", "completion", "delivery", "digest", "line", "watchers")
+    __slots__ = ("call_id", "completion", "delivery", "digest", "line", "relayed", "watchers")
 
     def __init__(self, call_id: int, digest: bytes, completion: Completion, delivery: Delivery) -> None:
         self.call_id, self.digest, self.completion, self.delivery = call_id, digest, completion, delivery
         self.line: Line | None = None
+        self.relayed = False
         self.watchers = 0
 
     @property

@@ -3,6 +3,7 @@
 Statements are built once, so that the store gathers the rows of calls that wait together into one execution.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -59,8 +60,10 @@ WITHHELD = (
     .where(calls.c.id == sa.bindparam("b_id"))
     .values({name: sa.bindparam("b_" + name) for name in ("status", "error", "delivered", "untrainable")})
 )
-DELIVERED = (
-    sa.update(calls).where(calls.c.id == sa.bindparam("b_id")).values(delivered=sa.bindparam("b_delivered"))
+DELIVERED = (  # yes is final, whatever order the writes came in
+    sa.update(calls)
+    .where(calls.c.id == sa.bindparam("b_id"), calls.c.delivered != Delivery.YES)
+    .values(delivered=sa.bindparam("b_delivered"))
 )
 
 
@@ -187,6 +190,26 @@ def untrainable(
     if policy.mode == "eval":
         return Untrainable.EVALUATION
     return None
+
+
+def settle_receipts(
+    connection: sa.Connection, attempt_id: str, read: Sequence[int], lost: Sequence[int]
+) -> None:
+    """The relay's word on deliveries of an attempt whose books may be closed; yes is final."""
+    for call_ids, delivery, before, reason in (
+        (read, Delivery.YES, (Delivery.UNKNOWN, Delivery.NO), None),
+        (lost, Delivery.NO, (Delivery.UNKNOWN,), Untrainable.NOT_DELIVERED),
+    ):
+        answered = sa.update(calls).where(
+            calls.c.attempt_id == attempt_id,
+            calls.c.id.in_(call_ids),
+            calls.c.end == CallEnd.OK,
+            calls.c.status == 200,
+            calls.c.delivered.in_(before),
+        )
+        of_delivery = calls.c.untrainable.in_((Untrainable.NOT_DELIVERED, Untrainable.DELIVERY_UNKNOWN))
+        connection.execute(answered.where(of_delivery).values(untrainable=reason))
+        connection.execute(answered.values(delivered=delivery))
 
 
 def settle_attempt(connection: sa.Connection, attempt_id: str) -> None:

@@ -18,12 +18,18 @@ from forge_server.domain.states import CallEnd, Delivery
 from forge_server.domain.turn import Turn
 from forge_server.proxy.calls import Calls
 from forge_server.proxy.connection import EXTENSION, Connection
-from forge_server.proxy.dialects.base import Dialect, Refusal, Unserved
+from forge_server.proxy.dialects import gemini, messages
+from forge_server.proxy.dialects.base import Counter, Dialect, Refusal
 from forge_server.proxy.dialects.chat import CHAT
-from forge_server.proxy.dialects.errors import anthropic_error, gemini_error, openai_error
+from forge_server.proxy.dialects.completions import COMPLETIONS
+from forge_server.proxy.dialects.errors import openai_error
+from forge_server.proxy.dialects.gemini import GEMINI
+from forge_server.proxy.dialects.messages import MESSAGES
+from forge_server.proxy.dialects.responses import RESPONSES
 from forge_server.proxy.flights import Answer, Flight
 from forge_server.proxy.identity import Headers, headers_of, key_of
 from forge_server.proxy.ports import AgentKeys
+from forge_server.proxy.recall import completion_id
 from forge_server.proxy.replay import marks_of
 from forge_server.proxy.sessions import Session, Sessions
 
@@ -41,18 +47,18 @@ _JSON = (b"content-type", b"application/json")
 _SSE = (b"content-type", b"text/event-stream; charset=utf-8")
 _NO_CACHE = (b"cache-control", b"no-cache")
 
-RESPONSES = Unserved(name="responses", error=openai_error)
-COMPLETIONS = Unserved(name="completions", error=openai_error)
-MESSAGES = Unserved(name="messages", error=anthropic_error)
-GEMINI = Unserved(name="gemini", error=gemini_error)
+_RELAY_CALL = b"x-forge-relay-call"  # a runner's relay asks: deliveries are its to tell
+_RELAY_READ = b"x-forge-relay-read"  # ids of calls whose answers its harness has read
+_CALL = b"x-forge-call"  # the id that it calls them by
 
-_POST: dict[str, Dialect | Unserved] = {
+_POST: dict[str, Dialect | Counter] = {
     "v1/chat/completions": CHAT,
     "v1/completions": COMPLETIONS,
     "v1/responses": RESPONSES,
     "v1/messages": MESSAGES,
-    "v1/messages/count_tokens": MESSAGES,
+    "v1/messages/count_tokens": messages.COUNT,
 }
+_GEMINI_MODELS = "v1beta/models/"
 
 
 class _Gone(Exception):
@@ -71,7 +77,7 @@ def route_of(path: str) -> Route | None:
     rest, attempt = path.lstrip("/"), None
     if rest.startswith("a/"):
         _, attempt, rest = (*rest.split("/", 2), "", "")[:3]
-    if rest in _POST or rest == "v1/models" or rest.startswith("v1beta/models/"):
+    if rest in _POST or rest == "v1/models" or rest.startswith(_GEMINI_MODELS):
         return Route(attempt, rest)
     return None
 
@@ -110,6 +116,8 @@ class InferenceRoutes:
     async def _inference(self, route: Route, scope: Scope, receive: Receive, send: Send) -> None:
         dialect = _POST.get(route.rest) or (GEMINI if route.rest.startswith("v1beta/") else CHAT)
         try:
+            if dialect is GEMINI:
+                dialect = _gemini(route.rest, scope["query_string"])
             headers = headers_of(scope["headers"])
             attempt_id = self._identify(route, headers)
             method = scope["method"]
@@ -120,12 +128,12 @@ class InferenceRoutes:
                 raise Refusal(426, "websocket_unsupported", "no websockets here: use POST")
             else:
                 _check_method(method, "POST")
-                if isinstance(dialect, Unserved):
-                    raise Refusal(
-                        501, "not_implemented", f"{route.rest} is not served yet: use v1/chat/completions"
-                    )
-                body = await self._body(headers, receive)
-                await self._serve(attempt_id, dialect, dialect.read(body), headers, scope, receive, send)
+                turn = dialect.read(await self._body(headers, receive))
+                if isinstance(dialect, Counter):
+                    count = await self._calls.count(await self._sessions.open(attempt_id), turn)
+                    await _respond(send, 200, dialect.write(count))
+                else:
+                    await self._serve(attempt_id, dialect, turn, headers, scope, receive, send)
         except Refusal as refusal:
             await _refuse(send, dialect, refusal)
         except _Gone:
@@ -182,8 +190,12 @@ class InferenceRoutes:
     ) -> None:
         """Answer one turn: its own call, one that it joins, or an answer that is given again."""
         session = await self._sessions.open(attempt_id)
+        relayed = _RELAY_CALL in headers
+        if relayed and _RELAY_READ in headers:
+            session.receipts([int(call) for call in headers[_RELAY_READ].split() if call.isdigit()], ())
         served, own = await self._calls.begin(session, dialect.name, turn, marks_of(headers))
-        stream = _Stream(send, dialect, turn)
+        call_id = served.id if isinstance(served, Flight) else served.call_id
+        stream = _Stream(send, dialect, turn, [(_CALL, b"%d" % call_id)] if relayed else [])
         connection: Connection | None = scope.get("extensions", {}).get(EXTENSION)
         leaving = connection.gone if connection is not None else asyncio.ensure_future(receive())
         answer = served
@@ -197,7 +209,7 @@ class InferenceRoutes:
                 assert session.refusal is not None
                 raise session.refusal
             row_id = None if own else await self._calls.repeat(session, dialect.name, turn, answer)
-            await self._deliver(session, answer, row_id, stream, connection, gone)
+            await self._deliver(session, answer, row_id, stream, connection, gone=gone, relayed=relayed)
         except Refusal as refusal:
             if not stream.started:
                 raise
@@ -235,13 +247,22 @@ class InferenceRoutes:
         row_id: int | None,
         stream: "_Stream",
         connection: Connection | None,
+        *,
         gone: bool,
+        relayed: bool,
     ) -> None:
         """Send the answer and let the connection tell what becomes of it."""
+
+        def told(delivery: Delivery) -> None:
+            # The end of a relay's connection says nothing about the harness behind it: the relay does.
+            if relayed and delivery is Delivery.YES and connection is not None and connection.gone.done():
+                delivery = Delivery.UNKNOWN
+            session.settle(answer, delivery, row_id)
+
         if gone:
             session.settle(answer, Delivery.NO, row_id)
             return
-        answer.line = connection
+        answer.line, answer.relayed = connection, relayed
         try:
             await stream.answer(answer)
         except OSError:
@@ -250,26 +271,30 @@ class InferenceRoutes:
         if connection is None:
             session.settle(answer, Delivery.UNKNOWN, row_id)
         else:
-            connection.answered(lambda delivery: session.settle(answer, delivery, row_id))
+            connection.answered(told)
 
 
 class _Stream:
     """The response to one request: JSON or events, with the headers held back as long as possible."""
 
-    def __init__(self, send: Send, dialect: Dialect, turn: Turn) -> None:
-        self._send, self._dialect, self._turn = send, dialect, turn
+    def __init__(self, send: Send, dialect: Dialect, turn: Turn, extra: list[tuple[bytes, bytes]]) -> None:
+        self._send, self._dialect, self._turn, self._extra = send, dialect, turn, extra
         self.started = False
 
     async def keep_alive(self, flight: Flight) -> bool:
         """Show a streaming client that we are alive; False when its dialect has no harmless way."""
         if not self._turn.stream:
             return False
-        event = self._dialect.keepalive(self._turn, f"chatcmpl-{flight.id:x}", int(flight.began_at))
+        event = self._dialect.keepalive(
+            self._turn, completion_id(flight.id), int(flight.began_at), not self.started
+        )
         if event is None:
             return False
         if not self.started:
             self.started = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": [_SSE, _NO_CACHE]})
+            await self._send(
+                {"type": "http.response.start", "status": 200, "headers": [_SSE, _NO_CACHE, *self._extra]}
+            )
         await self._send({"type": "http.response.body", "body": event, "more_body": True})
         return True
 
@@ -277,14 +302,21 @@ class _Stream:
         if self._turn.stream:
             await self.finish(self._dialect.events(self._turn, answer.completion))
         else:
-            await _respond(self._send, 200, self._dialect.write(self._turn, answer.completion))
+            await _respond(self._send, 200, self._dialect.write(self._turn, answer.completion), self._extra)
 
     async def finish(self, events: bytes) -> None:
         """All events at once; with their length, unless the headers have left already."""
         if not self.started:
             self.started = True
-            await _start(self._send, 200, [_SSE, _NO_CACHE], len(events))
+            await _start(self._send, 200, [_SSE, _NO_CACHE, *self._extra], len(events))
         await self._send({"type": "http.response.body", "body": events})
+
+
+def _gemini(rest: str, query: bytes) -> Dialect | Counter:
+    found = gemini.method(rest.removeprefix(_GEMINI_MODELS), query)
+    if found is None:
+        raise Refusal(404, "not_found", f"there is no method {rest}")
+    return found
 
 
 def _check_method(method: str, wanted: str) -> None:
@@ -292,7 +324,7 @@ def _check_method(method: str, wanted: str) -> None:
         raise Refusal(405, "method_not_allowed", f"use {wanted}")
 
 
-async def _refuse(send: Send, dialect: Dialect | Unserved, refusal: Refusal) -> None:
+async def _refuse(send: Send, dialect: Dialect | Counter, refusal: Refusal) -> None:
     extra = []
     if refusal.retry_after is not None:
         extra.append((b"retry-after", str(refusal.retry_after).encode()))

@@ -8,7 +8,7 @@ are settled (I3).
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import structlog
 
@@ -113,6 +113,14 @@ class Session:
                 answer.delivery = Delivery.YES
                 self.replays.settled(answer)
 
+    def receipts(self, read: Sequence[int], lost: Sequence[int]) -> None:
+        """The relay's word on answers that went through it."""
+        for call_ids, delivery in ((read, Delivery.YES), (lost, Delivery.NO)):
+            for call_id in call_ids:
+                answer = self._open.get(call_id)
+                if answer is not None and (delivery is Delivery.YES or not answer.watchers):
+                    self.settle(answer, delivery)
+
     def close(self, refusal: Refusal) -> None:
         """Admit nothing more and cancel what is in flight."""
         self.refusal, self.closed = self.refusal or refusal, True
@@ -121,7 +129,7 @@ class Session:
 
     def look(self) -> bool:
         """Settle what connections can tell now; whether some cannot tell yet."""
-        waiting = [answer for answer in self._open.values() if answer.line is not None]
+        waiting = [a for a in self._open.values() if a.line is not None and not a.relayed]
         for answer in waiting:
             if answer.line is not None and answer.line.taken():
                 self.settle(answer, Delivery.YES)
@@ -203,6 +211,20 @@ class Sessions:
         task = self._settling.get(attempt_id)
         if task is not None:
             await asyncio.shield(task)
+
+    async def receipts(self, attempt_id: str, read: Sequence[int], lost: Sequence[int]) -> None:
+        """Take the runner's word on what its harness has read; durable on return. Raises StoreError.
+
+        It comes when the harness is dead, and the attempt may have been sealed by its deadline before.
+        """
+        session = self._live.get(attempt_id)
+        if session is None:
+            await self.settled(attempt_id)
+            await self._store.write(lambda c: record.settle_receipts(c, attempt_id, read, lost))
+            return
+        session.receipts(read, lost)
+        if not await self._flush():
+            raise StoreError("the deliveries are not written", where=attempt_id)
 
     async def run(self) -> None:
         """Write deliveries as they become known, until cancelled."""

@@ -32,6 +32,7 @@ FINISHED = 0  # exit codes: everything was said,
 DISMISSED = 3  # the server would not have us or is gone,
 BROKEN = 4  # trouble of our own
 FINAL_PATIENCE_S = 30.0
+RECEIPTS_S = 1.0  # the connections of a dead harness are closed by then
 
 
 def main() -> int:
@@ -194,13 +195,15 @@ class Attempt:
             child.wait(plan["grace_s"])
         self.exit_code = self._kill()
         self.phase, self.stopped_by = "sealed", self.stop.reason
+        read, lost = relay.receipts.final(RECEIPTS_S)
         relay.close()
         if self.stop.dismissed:
             return
+        receipts = {"kind": "receipts", "read": read, "lost": lost}
         exited = {"kind": "harness_exited", "exit_code": self.exit_code, "stopped_by": self.stopped_by}
         log = {"kind": "log", "stream": "harness", "tail": tail.text()}
         oom = [{"kind": "oom"}] if oom_kills(self.box) else []
-        self._tell(exited, *oom, log)
+        self._tell(receipts, exited, *oom, log)
         self.stop.clear()
 
     def _verify(self) -> Verdict:

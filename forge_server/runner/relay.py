@@ -2,8 +2,12 @@
 
 Requests go through unchanged, with the agent's own key; only ``X-Forge-Relay-Call`` is added. When the
 proxy is away (refused, reset, closed before any byte of the answer) the same request is sent again with the
-same call id for up to ``REDIAL_S``, so that a restart of the proxy is a short wait for the harness. Only
-inference routes pass: the runner's own lifecycle routes cannot be reached from the sandbox.
+same call id for up to ``REDIAL_S``, so that a restart of the proxy is a short wait for the harness. An answer is
+passed on once it is there whole. Only inference routes pass: the runner's own lifecycle routes cannot be
+reached from the sandbox.
+
+To the proxy an answer that the relay took is not yet delivered: what the harness has read (``receipts``) is
+told with the next request, and in full when the harness is dead (I3).
 """
 
 import contextlib
@@ -15,11 +19,25 @@ import time
 
 from . import wire
 from .control import peer_gone
+from .receipts import Receipts
 
 REDIAL_S = 120.0
 BODY_LIMIT = 64 << 20
+BODIES_LIMIT = 4 * BODY_LIMIT  # of all requests under way
+CLOSING_S = 2.0  # given to the harness to close a connection that will not be used again
 CONNECTIONS = 256  # at a time; more wait in the backlog
-MARK = b"x-forge-relay-call"
+MARK = b"x-forge-relay-call"  # on requests: the same for every re-dial
+READ = b"x-forge-relay-read"  # on requests: calls whose answers the harness has read since
+CALL = b"x-forge-call"  # on answers: the call that was answered
+_NOT_PASSED = (
+    MARK,
+    READ,
+    b"expect",
+    b"transfer-encoding",
+    b"content-length",
+    b"connection",
+    b"keep-alive",
+)
 
 
 class _ClientGone(Exception):
@@ -33,6 +51,8 @@ class Relay:
         self.listener, self.url = listener, url
         self.prefixes = (f"/a/{attempt}/v1/".encode(), f"/a/{attempt}/v1beta/".encode(), b"/v1/", b"/v1beta/")
         self.closed = False
+        self.receipts = Receipts()
+        self._room = wire.Room(BODIES_LIMIT)
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._slots = threading.Semaphore(CONNECTIONS)
@@ -71,6 +91,7 @@ class Relay:
         except (OSError, ValueError, _ClientGone):
             pass
         finally:
+            self.receipts.ended(client)
             line.drop()
             with self._lock:
                 self._open.discard(client)
@@ -82,6 +103,7 @@ class Relay:
         got = reader.head()
         if got is None:
             return False
+        self.receipts.asked_again(reader.sock)
         start, headers = got
         client = reader.sock
         parts = start.split(b" ")
@@ -90,50 +112,84 @@ class Relay:
             return False
         if wire.value_of(headers, b"expect"):
             client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
-        body = wire.read_body(reader, headers, BODY_LIMIT)
-        if body is None:
-            _answer(client, b"413 Content Too Large", "invalid_request_error", "the body is too large")
+        share = wire.Share(self._room)
+        try:
+            body = wire.read_body(reader, headers, BODY_LIMIT, share)
+            if body is None:
+                _answer(client, b"413 Content Too Large", "invalid_request_error", "the body is too large")
+                return False
+            return self._pass(client, line, parts, headers, body)
+        except wire.Full:
+            _answer(
+                client, b"413 Content Too Large", "invalid_request_error", "too much is being sent at once"
+            )
             return False
-        skip = (MARK, b"expect", b"transfer-encoding", b"content-length", b"connection", b"keep-alive")
-        lines = [start] + [name + b": " + value for name, value in headers if name not in skip]
+        finally:
+            share.close()
+
+    def _pass(
+        self, client: socket.socket, line: "_Upstream", parts: list[bytes], headers: wire.Headers, body: bytes
+    ) -> bool:
+        """Pass one request on, and its answer back; whether the connection may be used again."""
+        lines = [b" ".join(parts)] + [n + b": " + v for n, v in headers if n not in _NOT_PASSED]
         lines += [MARK + b": " + os.urandom(8).hex().encode(), b"content-length: %d" % len(body)]
-        answer = line.exchange(client, b"\r\n".join(lines) + b"\r\n\r\n" + body)
+        if news := self.receipts.news():
+            lines.append(READ + b": " + news)
+        answer = line.exchange(client, b"\r\n".join(lines) + b"\r\n\r\n" + body, parts[0] == b"HEAD")
         if answer is None:
             _answer(client, b"503 Service Unavailable", "server_error", "the model is away", retry=True)
             return True
-        keep = self._forward(client, answer, parts[0] == b"HEAD")
-        if not keep:
+        call = wire.value_of(answer.headers, CALL)
+        try:
+            answer.write_to(client)
+        except BaseException:
+            if call:
+                self.receipts.lost(call)
+            raise
+        if call:
+            self.receipts.sent(call, client)
+        if not answer.keep:
             line.drop()
-        return keep and wire.value_of(headers, b"connection").lower() != b"close"
+        if answer.keep and wire.value_of(headers, b"connection").lower() != b"close":
+            return True
+        _readable([client], CLOSING_S)  # let the harness close first: how it does tells whether it has read
+        return False
 
     def _is_inference(self, path: bytes) -> bool:
         return path.startswith(self.prefixes) and b".." not in path.lower().replace(b"%2e", b".")
 
-    def _forward(self, client: socket.socket, answer: wire.Reader, no_body: bool) -> bool:
-        """Pass the answer on as it comes; whether both connections may be used again."""
-        got = answer.head()
+
+class _Reply:
+    """An answer of the proxy: its head, and its body if that came with its length; else the body follows."""
+
+    def __init__(self, reader: wire.Reader, to_head: bool) -> None:
+        """Raises ``Broken`` when the proxy goes before all of it was there."""
+        got = reader.head()
         if got is None:
-            return False
-        start, headers = got
-        client.sendall(start + b"\r\n" + b"".join(n + b": " + v + b"\r\n" for n, v in headers) + b"\r\n")
-        status = start.split(b" ", 2)[1]
-        if no_body or status in (b"204", b"304"):
-            return True
-        length = wire.body_length(headers)
-        if length is None:
-            while True:
-                raw, payload = answer.chunk()
-                client.sendall(raw)
-                if not payload:
-                    break
-        elif length or wire.value_of(headers, b"content-length"):
-            client.sendall(answer.exactly(length))
-        else:  # no framing: the end of the connection ends the body
-            while answer.buffer or answer.fill():
-                client.sendall(answer.buffer)
-                answer.buffer = b""
-            return False
-        return wire.value_of(headers, b"connection").lower() != b"close"
+            raise wire.Broken("closed before the answer")
+        start, self.headers = got
+        self.reader = reader
+        kept = (n + b": " + v for n, v in self.headers if n != CALL)
+        self.head = b"\r\n".join((start, *kept)) + b"\r\n\r\n"
+        empty = to_head or start.split(b" ", 2)[1] in (b"204", b"304")
+        length = 0 if empty else wire.body_length(self.headers)
+        self.chunked = length is None
+        # without any framing the end of the connection ends the body
+        self.unframed = not empty and length == 0 and not wire.value_of(self.headers, b"content-length")
+        self.body = reader.exactly(length) if length else b""
+        self.keep = not self.unframed and wire.value_of(self.headers, b"connection").lower() != b"close"
+
+    def write_to(self, client: socket.socket) -> None:
+        """Pass it on; a body without a length as it comes."""
+        client.sendall(self.head + self.body)
+        while self.chunked:
+            raw, payload = self.reader.chunk()
+            client.sendall(raw)
+            if not payload:
+                return
+        while self.unframed and (self.reader.buffer or self.reader.fill()):
+            client.sendall(self.reader.buffer)
+            self.reader.buffer = b""
 
 
 class _Upstream:
@@ -150,8 +206,8 @@ class _Upstream:
             self.reader.sock.close()
             self.reader = None
 
-    def exchange(self, client: socket.socket, request: bytes) -> wire.Reader | None:
-        """Send until a first byte of an answer is there; None when the proxy stayed away too long."""
+    def exchange(self, client: socket.socket, request: bytes, to_head: bool) -> _Reply | None:
+        """Send until an answer is there; None when the proxy stayed away too long."""
         away_since, pause = None, 0.1
         while not self.relay.closed:
             reused = self.reader is not None
@@ -164,7 +220,7 @@ class _Upstream:
                     self.reader.sock.settimeout(None)
                 self.reader.sock.sendall(request)
                 if self._first_byte(client):
-                    return self.reader
+                    return _Reply(self.reader, to_head)
             except OSError:
                 pass
             self.drop()

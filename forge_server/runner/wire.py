@@ -1,6 +1,7 @@
 """As much HTTP/1.1 as the runner needs, over TCP or a unix socket, on blocking sockets."""
 
 import socket
+import threading
 
 HEAD_LIMIT = 64 * 1024
 Headers = list[tuple[bytes, bytes]]
@@ -8,6 +9,10 @@ Headers = list[tuple[bytes, bytes]]
 
 class Broken(ConnectionError):
     """The peer closed the connection, or sent what is not HTTP."""
+
+
+class TooLong(Broken):
+    """A chunk is longer than what may be taken in."""
 
 
 def dial(url: str, timeout: float | None) -> socket.socket:
@@ -80,13 +85,20 @@ class Reader:
             missing -= len(data)
         return b"".join(parts)
 
-    def chunk(self) -> tuple[bytes, bytes]:
-        """The next chunk of a chunked body: (raw bytes as sent, payload). The last has an empty payload."""
+    def chunk(self, limit: int = 1 << 30, share: "Share | None" = None) -> tuple[bytes, bytes]:
+        """The next chunk of a chunked body: (raw bytes as sent, payload). The last has an empty payload.
+
+        Before any of it is read: raises ``TooLong`` beyond ``limit`` bytes, and takes room from ``share``.
+        """
         line = self.until(b"\r\n", 4096)
         try:
             size = int(line.split(b";")[0], 16)
         except ValueError:
             raise Broken("malformed chunk") from None
+        if not 0 <= size <= limit:
+            raise TooLong("chunk too long")
+        if share is not None:
+            share.take(size)
         if size:
             payload = self.exactly(size)
             return line + payload + self.exactly(2), payload
@@ -116,18 +128,60 @@ def body_length(headers: Headers) -> int | None:
     return int(text)
 
 
-def read_body(reader: Reader, headers: Headers, limit: int) -> bytes | None:
-    """The whole body; None when it is longer than ``limit`` bytes (what is left is not read)."""
+class Full(Exception):
+    """There is no room for a body at the moment."""
+
+
+class Room:
+    """Memory for bodies, shared by all connections: a harness that sends without end must not bring down
+    who forwards for it. One ``Share`` per connection."""
+
+    def __init__(self, size: int) -> None:
+        self._left, self._lock = size, threading.Lock()
+
+    def add(self, count: int) -> None:
+        """Give ``count`` bytes back, or take them when negative. Raises ``Full``."""
+        with self._lock:
+            if self._left + count < 0:
+                raise Full
+            self._left += count
+
+
+class Share:
+    """What one request has taken of the room."""
+
+    def __init__(self, room: Room) -> None:
+        self._room, self._taken = room, 0
+
+    def take(self, count: int) -> None:
+        self._room.add(-count)
+        self._taken += count
+
+    def close(self) -> None:
+        self._room.add(self._taken)
+        self._taken = 0
+
+
+def read_body(reader: Reader, headers: Headers, limit: int, share: Share | None = None) -> bytes | None:
+    """The whole body; None when it is longer than ``limit`` bytes (what is left is not read).
+
+    With ``share`` room is taken for them first, which the caller gives back. Raises ``Full``.
+    """
     length = body_length(headers)
     if length is not None:
-        return None if length > limit else reader.exactly(length)
+        if length > limit:
+            return None
+        if share is not None:
+            share.take(length)
+        return reader.exactly(length)
     parts: list[bytes] = []
     total = 0
     while True:
-        _, payload = reader.chunk()
+        try:
+            _, payload = reader.chunk(limit - total, share)
+        except TooLong:
+            return None
         if not payload:
             return b"".join(parts)
         total += len(payload)
-        if total > limit:
-            return None
         parts.append(payload)
