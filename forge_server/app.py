@@ -161,7 +161,7 @@ class _NoEngine:
         """Nothing to close."""
 
 
-def _model_folder(settings: Settings) -> Path:
+def model_folder(settings: Settings) -> Path:
     """The folder of the initial weights. Raises ConfigError."""
     folder = settings.path(settings.engine.model)
     if not ((folder / "config.json").exists() or (folder / "huggingface" / "config.json").exists()):
@@ -302,7 +302,7 @@ class Server:
             )
         settings = self.settings
         if settings.engine.model:
-            await self.policies.open(_model_folder(settings))
+            await self.policies.open(model_folder(settings))
         serving = await self.policies.serving()
         policy = Policy(0, None)
         if serving is not None:
@@ -555,7 +555,7 @@ def _examined(settings: Settings) -> dict[str, Spec]:
     for run in settings.run:
         check_harnesses(run, specs)
     if settings.engine.model:
-        _model_folder(settings)
+        model_folder(settings)
     return specs
 
 
@@ -617,4 +617,4 @@ async def serve(settings: Settings, stop: asyncio.Event) -> None:
         giving_up.cancel()
 
 
-__all__ = ["Server", "build_engine", "load_specs", "running", "serve"]
+__all__ = ["Server", "build_engine", "load_specs", "model_folder", "running", "serve"]

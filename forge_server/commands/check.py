@@ -8,7 +8,8 @@ import msgspec
 
 from forge_server import environments, logs
 from forge_server import settings as config_tree
-from forge_server.app import load_specs
+from forge_server.api.listeners import bind_tcp
+from forge_server.app import load_specs, model_folder
 from forge_server.client.schemas import Check
 from forge_server.commands import data as recorded
 from forge_server.commands import show as out
@@ -17,6 +18,7 @@ from forge_server.engine.client import EngineClient
 from forge_server.engine.managed import running_engine
 from forge_server.engine.probe import preflight
 from forge_server.scheduler.sandbox import probe
+from forge_server.services import data_folder
 from forge_server.settings import Settings
 from forge_server.store import schema
 
@@ -34,7 +36,8 @@ def check(config: str | None, data: str | None, as_json: bool) -> None:
     settings = config_tree.load(config_tree.find_file(config))
     logs.configure("error", "console")
     checks = [Check("settings", True, str(config_tree.find_file(config) or "all defaults"))]
-    checks += [*_database(settings), *_sandbox(settings), *_environments(settings), *_harnesses(settings)]
+    checks += [*_server(settings), *_database(settings), *_sandbox(settings)]
+    checks += [*_environments(settings), *_harnesses(settings), *_model(settings)]
     checks += asyncio.run(_engine(settings))
     if as_json:
         print(msgspec.json.encode(checks).decode())
@@ -45,6 +48,29 @@ def check(config: str | None, data: str | None, as_json: bool) -> None:
     failed = [line.name for line in checks if not line.ok]
     if failed:
         raise NotReady(f"not ready: {', '.join(failed)}", mend="see the lines above")
+
+
+def _server(settings: Settings) -> Iterator[Check]:
+    """The data folder can be written and the ports are free, unless a server of this folder has them."""
+    try:
+        owner = data_folder.holder(settings.data_dir)
+    except ForgeError as error:
+        yield Check("data folder", False, str(error))
+        return
+    if owner is not None:
+        yield Check("data folder", True, f"{settings.data_dir}, in use by the server of process {owner}")
+        return
+    yield Check("data folder", True, str(settings.data_dir))
+    server = settings.server
+    for key, host, port in (
+        ("port", server.host, server.port),
+        ("control_port", server.control_host, server.control_port),
+    ):
+        try:
+            bind_tcp(host, port, f"[server] {key}").close()
+            yield Check(key, True, f"{host}:{port} is free" if port else "a free one is taken")
+        except ForgeError as error:
+            yield Check(key, False, str(error))
 
 
 def _database(settings: Settings) -> Iterator[Check]:
@@ -96,6 +122,14 @@ def _harnesses(settings: Settings) -> Iterator[Check]:
         install = specs[name].install
         done = install is None or environments.is_complete(environments.harness_recipe(name, install))
         yield Check(f"harness {name}", done, "installed" if done else f"run `forge-server env create {name}`")
+
+
+def _model(settings: Settings) -> Iterator[Check]:
+    if settings.engine.model:
+        try:
+            yield Check("model", True, str(model_folder(settings)))
+        except ForgeError as error:
+            yield Check("model", False, str(error))
 
 
 async def _engine(settings: Settings) -> list[Check]:

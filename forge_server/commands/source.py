@@ -27,7 +27,7 @@ def reading(url: str | None, key: str | None) -> Iterator[ForgeClient | StoreRea
         store = Store.open(settings.store_url, lock=False)
     except ForgeError as error:
         raise ServerUnreachable(
-            f"{away.what}, and its database cannot be read ({error})", where=away.where, mend=away.mend
+            f"{away.what}, and the database cannot be read ({error.what})", where=away.where, mend=away.mend
         ) from None
     try:
         yield StoreReader(store)

@@ -25,8 +25,8 @@ class DataFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        make(path)
         try:
-            _make(path)
             self._lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise _unusable(path, error) from None
@@ -90,11 +90,17 @@ def holder(path: Path) -> str | None:
     return None
 
 
-def _make(path: Path) -> None:
-    """Ours alone, save that under root the users of sandboxed agents may pass to the folders given to them."""
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.mkdir(mode=0o711 if os.geteuid() == 0 else 0o700)
+def make(path: Path) -> None:
+    """Make the folder when it is missing. Raises ConfigError.
+
+    It is ours alone, save that under root the users of sandboxed agents may pass to the folders given to them.
+    """
+    try:
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=0o711 if os.geteuid() == 0 else 0o700)
+    except OSError as error:
+        raise _unusable(path, error) from None
 
 
 def _unusable(path: Path, error: OSError) -> ConfigError:
