@@ -295,6 +295,26 @@ async def test_i9_a_call_across_a_weight_update_says_so(proxy: Rig) -> None:
     assert (row.policy_version, row.untrainable) == (4, Untrainable.MIXED_VERSIONS)
 
 
+async def test_i9_a_call_that_a_weight_update_did_not_wait_for_is_not_trained(proxy: Rig) -> None:
+    """The new weights may have answered it before anybody says that they are live."""
+
+    async def script(body: dict[str, Any]) -> ChatResult:
+        if body["messages"][0] != first:
+            return result(body)
+        await proxy.gate.hold("weight_update")
+        assert not await proxy.gate.drained(0.001)
+        await proxy.gate.release()
+        return result(body)
+
+    first = msgspec.Raw(msgspec.json.encode(hello()["messages"][0]))
+    proxy.engine.script = script
+    async with proxy.client() as client:
+        await proxy.ask(client)
+        await proxy.ask(client, hello("after it"))
+    rows = await proxy.rows()
+    assert [row.untrainable for row in rows] == [Untrainable.MIXED_VERSIONS, None]
+
+
 async def test_an_answer_that_a_weight_update_aborted_is_sampled_again(proxy: Rig) -> None:
     proxy.versions.current = 1
     await proxy.gate.hold("weight_update")

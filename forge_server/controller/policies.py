@@ -93,6 +93,14 @@ class Policies:
             self.current = row.version
         return moved
 
+    async def stands(self, row: Version, state: PolicyState) -> bool:
+        """Whether the version is in ``state`` by its row: what became of a step whose answer was lost."""
+        if (await self.get(row.version)).state is not state:
+            return False
+        if state is PolicyState.LIVE:
+            self.current = row.version
+        return True
+
 
 def versions_in(connection: Connection, name: str) -> list[Version]:
     """Every version of the policy, oldest first."""

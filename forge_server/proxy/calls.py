@@ -239,13 +239,17 @@ class Calls:
                 with flight:
                     async with self._gate.passage(session.policy.max_hold_s) as held_ms:
                         passage.held_ms += held_ms
-                        passage.version = self._versions.current
+                        passage.version, overrun = self._versions.current, self._gate.overrun
                         began = time.monotonic()
                         result = await self._engine.chat(
                             body, request_id=f"forge-{flight.id}", known=session.known
                         )
                         passage.engine_ms = (time.monotonic() - began) * 1000.0
-                        passage.mixed = self._versions.current != passage.version
+                        # a call that an update did not wait for may have been answered by either version
+                        passage.mixed = (self._versions.current, self._gate.overrun) != (
+                            passage.version,
+                            overrun,
+                        )
                 if result.finish_reason != "abort":
                     flight.recording()
                     return result

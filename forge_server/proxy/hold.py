@@ -24,6 +24,7 @@ class Gate:
         self._idle = asyncio.Event()
         self._idle.set()
         self.running = 0
+        self.overrun = 0  # how often a hold went on although calls were past the gate
         self.waiting = 0
 
     @property
@@ -49,6 +50,7 @@ class Gate:
             async with asyncio.timeout(timeout):
                 await self._idle.wait()
         except TimeoutError:
+            self.overrun += 1
             return False
         return True
 
