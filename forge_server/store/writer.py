@@ -23,6 +23,7 @@ import sqlalchemy as sa
 import structlog
 
 from forge_server.domain.errors import StoreError
+from forge_server.store import statements
 from forge_server.store.faults import database_fault
 
 log = structlog.get_logger(__name__)
@@ -179,11 +180,11 @@ class Writer:
 
 def _execute_together(connection: sa.Connection, batch: list[_Unit]) -> None:
     """Run all units. Rows between two functions are gathered by statement, each unit's own order kept."""
-    stages: list[tuple[sa.Executable, frozenset[str], list[Row]]] = []
+    stages: list[tuple[sa.Executable, tuple[str, ...], list[Row]]] = []
 
     def flush() -> None:
-        for statement, _, rows in stages:
-            connection.execute(statement, rows)
+        for stage in stages:
+            statements.execute(connection, *stage)
         stages.clear()
 
     for unit in batch:
@@ -193,11 +194,11 @@ def _execute_together(connection: sa.Connection, batch: list[_Unit]) -> None:
             continue
         at = 0
         for statement, row in unit.work:
-            keys = frozenset(row)
-            while at < len(stages) and not (stages[at][0] is statement and stages[at][1] == keys):
+            names = tuple(row)
+            while at < len(stages) and not (stages[at][0] is statement and stages[at][1] == names):
                 at += 1
             if at == len(stages):
-                stages.append((statement, keys, []))
+                stages.append((statement, names, []))
             stages[at][2].append(row)
     flush()
 
