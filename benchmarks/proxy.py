@@ -1,13 +1,14 @@
 """CPU per recorded call of the proxy, and the latency it adds, against nginx in the same run.
 
-    python benchmarks/proxy.py [--seconds 3] [--repeat 3] [--concurrency 1,32,128] [--latency] [--keep FOLDER]
+    python benchmarks/proxy.py [--seconds 60] [--repeat 3] [--concurrency 1,32,128] [--latency] [--keep FOLDER]
 
 The upstream is a C stand-in for vLLM, the load is wrk. It plays sessions of sixteen turns: prompts grow from
 1,756 to 6,436 tokens (4,096 on average); each turn brings an answer of 300 tokens with logprobs and a message
-that nobody sent before. Intent, end, token ids and messages are stored in SQLite with synchronous=FULL. The
-number to trust on a shared machine is CPU per call (user + system, all threads, per call that reached the
-upstream), the lowest of the repeats. DESIGN §12: <= 0.8 ms per call and <= 20x nginx; with ``--latency`` p50
-/ p99 added at 128 concurrent calls of 4.8 s: <= 10 / 50 ms.
+that nobody sent before. A load ends with its sessions, so that a slow machine does not see beginnings and
+short prompts alone, or after ``--seconds``. Intent, end, token ids and messages are stored in SQLite with
+synchronous=FULL. The number to trust on a shared machine is CPU per call (user + system, all threads, per
+call that reached the upstream), the lowest of the repeats. DESIGN §12: <= 0.8 ms per call and <= 20x nginx;
+with ``--latency`` p50 / p99 added at 128 concurrent calls of 4.8 s: <= 10 / 50 ms.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -30,7 +32,7 @@ HERE = Path(__file__).resolve().parent
 TICK = os.sysconf("SC_CLK_TCK")
 TURNS, FIRST_PROMPT, TEXT, COMPLETION = 16, 1756, 12, 300
 THINK_MS = 4800  # of the upstream, when latency is measured
-ATTEMPTS = 384  # of each measurement
+ATTEMPTS = 384  # of each load; three times the concurrency, so that a session's calls do not overlap
 REACH_MS, REACH_RATIO = 0.8, 20.0
 REACH_ADDED_MS = (10.0, 50.0)
 WORDS = ["assert", "class", "def", "diff", "file", "for", "import", "list", "return", "run", "self", "value"]
@@ -162,15 +164,31 @@ def running(*argv: object, **kwargs: object) -> Iterator[subprocess.Popen[str]]:
             process.wait()
 
 
-def load(folder: Path, port: int, mode: str, concurrency: int, seconds: float, spread_ms: int = 0) -> Load:
-    """Run wrk against a port, with attempts that nobody has used."""
+def load(
+    folder: Path,
+    port: int,
+    mode: str,
+    concurrency: int,
+    seconds: float,
+    spread_ms: int = 0,
+    upstream: int | None = None,
+) -> Load:
+    """Run wrk against a port, with attempts that nobody has used; when ``upstream`` is given, until they are
+    used up."""
     keys = (folder / "keys.all").read_text().splitlines()
-    (folder / "keys").write_text("\n".join(keys[:ATTEMPTS]) + "\n")
-    (folder / "keys.all").write_text("\n".join(keys[ATTEMPTS:] + keys[:ATTEMPTS]) + "\n")
+    attempts = min(ATTEMPTS, max(48, 3 * concurrency))
+    (folder / "keys").write_text("\n".join(keys[:attempts]) + "\n")
+    (folder / "keys.all").write_text("\n".join(keys[attempts:] + keys[:attempts]) + "\n")
     argv = ["wrk", f"-t{min(2, concurrency)}", f"-c{concurrency}", f"-d{seconds:g}s", "--timeout", "60s"]
     argv += ["-s", str(HERE / "proxy_post.lua"), f"http://127.0.0.1:{port}/v1/chat/completions", "--"]
     argv += [str(folder / f"{mode}.json"), str(folder / "keys"), str(TURNS), str(spread_ms)]
-    output = subprocess.run(argv, capture_output=True, text=True, timeout=seconds + 120, check=True).stdout
+    last = int(answers(upstream)) + attempts * TURNS if upstream else 0
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as wrk:
+        while upstream and wrk.poll() is None and int(answers(upstream)) < last:
+            time.sleep(0.1)
+        if upstream and wrk.poll() is None:
+            wrk.send_signal(signal.SIGINT)  # it stops and reports
+        output, _ = wrk.communicate(timeout=seconds + 120)
     line = next(line for line in output.splitlines() if line.startswith("RESULT"))
     calls, took, bad, timeouts, p50, p99 = map(float, line.split()[1:])
     return Load(int(calls), took / 1e6, int(bad + timeouts), p50 / 1e3, p99 / 1e3)
@@ -197,7 +215,7 @@ def measure(
     best: tuple[float, str] | None = None
     for _ in range(repeat):
         before, served = cpu_s(target.pid), int(answers(upstream))
-        result = load(folder, target.port, mode, concurrency, seconds)
+        result = load(folder, target.port, mode, concurrency, seconds, upstream=upstream)
         settle(target.pid)
         served = int(answers(upstream)) - served
         cost = (cpu_s(target.pid) - before) * 1e3 / served
@@ -297,7 +315,7 @@ def report(what: str, value: float, reach: float) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--seconds", type=float, default=60.0, help="longest time of one load")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--concurrency", default="1,32,128")
     parser.add_argument("--latency", action="store_true")
