@@ -136,7 +136,7 @@ def rollout() -> None:
 @rollout.command("list")
 @click.option("--run", "run_name", metavar="RUN")
 @click.option("--state", type=click.Choice(["pending", "active", "ended"]))
-@click.option("--limit", default=50, show_default=True)
+@click.option("--limit", default=50, show_default=True, type=click.IntRange(min=1))
 @_url
 @_json
 def rollout_list(
@@ -216,7 +216,7 @@ def task_import(path: str, taskset: str, split: str, url: str | None, key: str |
 
 @task.command("list")
 @click.option("--taskset")
-@click.option("--limit", default=50, show_default=True)
+@click.option("--limit", default=50, show_default=True, type=click.IntRange(min=1))
 @_url
 @_json
 def task_list(taskset: str | None, limit: int, url: str | None, key: str | None, as_json: bool) -> None:

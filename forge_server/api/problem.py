@@ -35,7 +35,11 @@ def on_forge_error(request: _Request, error: ForgeError) -> Response[bytes]:
 
 def on_http_error(request: _Request, error: HTTPException) -> Response[bytes]:
     title = detail = error.detail or "error"
-    if isinstance(error, ValidationException) and error.extra:
+    if error.status_code == 404:
+        detail = f"there is no {request.url.path}"
+    elif error.status_code == 405:
+        detail = f"{request.url.path} takes no {request.method}"
+    elif isinstance(error, ValidationException) and error.extra:
         title, detail = "the request is not valid", _faults(error.extra)
     slug = _SLUGS.get(error.status_code, "invalid-request" if error.status_code < 500 else "error")
     return problem(error.status_code, slug, title, detail, request.url.path, error.headers)

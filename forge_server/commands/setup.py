@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from forge_server.domain.errors import Conflict
+from forge_server.domain.errors import ConfigError, Conflict
 
 TEMPLATE = """\
 # forge-server settings. Everything here is optional: an empty file is valid.
@@ -54,6 +54,11 @@ def init(folder: str) -> None:
     target = Path(folder) / "forge.toml"
     if target.exists():
         raise Conflict("the file exists already", where=str(target), mend="edit it, or choose another folder")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(TEMPLATE)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(TEMPLATE)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot be written ({error.strerror})", where=str(target), mend="choose another folder"
+        ) from None
     print(f"wrote {target}; next: forge-server check, then forge-server up")
