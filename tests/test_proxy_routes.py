@@ -198,18 +198,18 @@ async def test_a_websocket_upgrade_gets_426(proxy: Rig) -> None:
         ("v1beta/models/m:countTokens", "gemini"),
     ],
 )
-async def test_routes_not_served_yet_say_so_in_their_dialect(proxy: Rig, path: str, shape: str) -> None:
+async def test_faults_are_told_in_the_dialect_of_the_route(proxy: Rig, path: str, shape: str) -> None:
     async with proxy.client() as client:
         answer = await client.post(f"/a/{proxy.attempt}/{path}", json={})
         refused = await client.post(f"/{path}", json={}, headers={"Authorization": "Bearer sk-x"})
-    assert (answer.status_code, refused.status_code) == (501, 401)
+    assert (answer.status_code, refused.status_code) == (400, 401)
     body = answer.json()
     if shape == "openai":
-        assert body["error"]["code"] == "not_implemented"
+        assert (body["error"]["type"], body["error"]["code"]) == ("invalid_request_error", "invalid_request")
     elif shape == "anthropic":
-        assert (body["type"], body["error"]["type"]) == ("error", "api_error")
+        assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
     else:
-        assert (body["error"]["code"], body["error"]["status"]) == (501, "UNIMPLEMENTED")
+        assert (body["error"]["code"], body["error"]["status"]) == (400, "INVALID_ARGUMENT")
 
 
 async def test_the_routes_work_mounted_in_litestar(proxy: Rig) -> None:

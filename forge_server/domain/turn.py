@@ -14,7 +14,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """What a harness asks of the policy.
 
     ``asked`` holds the sampling parameters it sent, which the run overrides; ``dropped`` the names of
-    parameters that are not known here. ``model`` is echoed in the answer, nothing more.
+    parameters that are not known here. ``model`` is echoed in the answer, nothing more. ``memo`` is what the
+    dialect that read the request has to know when it writes the answer; nobody else looks at it.
     """
 
     messages: tuple[Raw, ...]
@@ -29,6 +30,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     stream_usage: bool = False
     asked: dict[str, Any] = {}
     dropped: tuple[str, ...] = ()
+    memo: object = None
 
 
 class ToolCall(msgspec.Struct, frozen=True):

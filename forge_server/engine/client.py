@@ -5,6 +5,7 @@ connection that dies unused in the pool (the server closes idle ones) costs one 
 else is retried here.
 """
 
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
@@ -44,6 +45,17 @@ class EngineClient:
         if status != 200:
             raise answers.failure(status, data)
         return answers.chat_result(data, known)
+
+    async def count_tokens(self, messages: Sequence[Any], tools: Sequence[Any]) -> int:
+        """Tokens of the prompt that the chat template makes of these, the opening of the answer included.
+
+        Raises as ``chat`` does.
+        """
+        body: dict[str, Any] = {"model": self.model, "messages": messages, "add_generation_prompt": True}
+        if tools:
+            body["tools"] = tools
+        count: int = (await self.call("POST", "/tokenize", body))["count"]
+        return count
 
     async def models(self) -> list[dict[str, Any]]:
         """The entries of ``/v1/models``."""

@@ -117,6 +117,10 @@ class EnginePool:
                 unreachable = error
         raise unreachable
 
+    async def count_tokens(self, messages: Sequence[Any], tools: Sequence[Any]) -> int:
+        """See ``EngineClient.count_tokens``; the first ready replica is asked."""
+        return await self._first().count_tokens(messages, tools)
+
     async def models(self) -> list[dict[str, Any]]:
         """What the first ready replica serves. Raises EngineUnavailable."""
         return await self._first().models()

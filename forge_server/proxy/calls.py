@@ -104,6 +104,18 @@ class Calls:
         flight.task.add_done_callback(_retrieved)
         return flight, True
 
+    async def count(self, session: Session, turn: Turn) -> int:
+        """How many tokens the prompt of a turn has; no call is made and nothing is recorded."""
+        if session.refusal is not None:
+            raise session.refusal
+        turn, _ = rules.apply(turn, session.policy.rules)
+        try:
+            return await self._engine.count_tokens(turn.messages, turn.tools)
+        except EngineRefused as error:
+            raise Refusal(400, error.code, error.message) from error
+        except EngineUnavailable as error:
+            raise _engine_away(str(error)) from error
+
     async def repeat(self, session: Session, dialect: str, turn: Turn, answer: Answer) -> int:
         """Record that a request is given the answer of an earlier call; returns the id of its row."""
         flight = Flight(self._ids.next(), session.take_seq(), dialect, answer.digest, turn, self._clock())
@@ -116,18 +128,19 @@ class Calls:
         return flight.id
 
     async def _stop(self, session: Session, kind: Kind, message: str) -> NoReturn:
-        """The policy has used up a budget: 400 now and for every later call."""
-        session.refusal = Refusal(400, str(kind), f"the rollout has ended: {message}")
+        """The policy has used up a budget: 400 now and for every later call, once that is written."""
         await self._budget_exceeded(session.attempt_id, kind)
+        session.refusal = session.refusal or Refusal(
+            400, str(kind), f"the rollout has ended: {message}"
+        )
         raise session.refusal
 
     async def _engine_failed(self, session: Session, failure: Refusal) -> None:
-        """A call that the engine did not answer is not charged; too many in a row end the attempt."""
-        session.calls -= 1
+        """Too many calls in a row that the engine did not answer end the attempt."""
         session.engine_failures += 1
         if session.engine_failures >= ENGINE_FAILURES and session.refusal is None:
-            session.refusal = Refusal(400, "engine_error", f"the rollout has ended: {failure.message}")
             await self._engine_gave_up(session.attempt_id)
+            session.refusal = Refusal(400, "engine_error", f"the rollout has ended: {failure.message}")
 
     async def _fly(self, session: Session, flight: Flight, keys: tuple[bytes, ...]) -> Answer:
         answer = None
@@ -163,6 +176,7 @@ class Calls:
                 flags=pinned.flags,
                 held_ms=0.0,
             )
+            session.calls -= 1
             self._write_late(flight.id, intent, [(record.FAILED, end)])
             raise _unavailable(error) from error
         session.transcript.committed(flight.id, keys)
@@ -220,6 +234,7 @@ class Calls:
         try:
             await self._store.write_rows(rows)
         except StoreError as error:
+            session.calls -= 1
             session.settle(answer, Delivery.NO)
             rows.append((record.WITHHELD, record.withheld(flight, str(error))))
             self._write_late(flight.id, [], rows)
@@ -284,6 +299,8 @@ class Calls:
         except StoreError as error:
             log.error("end of call not written yet", call=flight.id, error=str(error))
             self._write_late(flight.id, [], [(record.FAILED, row)])
+        if refusal.status >= 500:
+            session.calls -= 1  # not the policy's doing: it is not charged
         if ended.end is CallEnd.UPSTREAM_ERROR:
             await self._engine_failed(session, refusal)
         raise refusal

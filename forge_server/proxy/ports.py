@@ -5,6 +5,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 import sqlalchemy as sa
+from msgspec import Raw
 
 from forge_server.domain.engine import ChatResult
 from forge_server.domain.outcome import Kind
@@ -25,6 +26,10 @@ class Engine(Protocol):
     async def chat(
         self, body: dict[str, Any], *, request_id: str, known: ChatResult | None = None
     ) -> ChatResult: ...
+
+    async def count_tokens(self, messages: Sequence[Raw], tools: Sequence[Raw]) -> int:
+        """Tokens of the prompt that these make, the opening of the answer included."""
+        ...
 
 
 class Store(Protocol):

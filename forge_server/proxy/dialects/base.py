@@ -30,21 +30,24 @@ class Refusal(Exception):
 
 class Dialect(msgspec.Struct, frozen=True, kw_only=True):
     """``read``: body -> turn, raises ``Refusal``. ``write``: the whole response body. ``events``: the whole
-    event stream. ``keepalive``: one event that clients ignore, or None where every event hurts. ``error``:
-    error body. ``error_event``: the same inside a stream whose headers have left.
+    event stream. ``keepalive`` (turn, id, created, whether it is the first): an event that clients ignore, or
+    None where every event hurts. ``error``: error body. ``error_event``: the same inside a stream whose
+    headers have left.
     """
 
     name: str
     read: Callable[[bytes], Turn]
     write: Callable[[Turn, Completion], bytes]
     events: Callable[[Turn, Completion], bytes]
-    keepalive: Callable[[Turn, str, int], bytes | None]
+    keepalive: Callable[[Turn, str, int, bool], bytes | None]
     error: Callable[[Refusal], bytes]
     error_event: Callable[[Refusal], bytes]
 
 
-class Unserved(msgspec.Struct, frozen=True, kw_only=True):
-    """A dialect of which only the wording of errors exists yet: every request is answered with 501 in it."""
+class Counter(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts the tokens of a request instead of answering it. ``write``: count -> response body."""
 
     name: str
+    read: Callable[[bytes], Turn]
+    write: Callable[[int], bytes]
     error: Callable[[Refusal], bytes]

@@ -14,6 +14,7 @@ from msgspec import UNSET, Raw, UnsetType
 from forge_server.domain.turn import Completion, Turn, as_message
 from forge_server.proxy.dialects.base import Dialect, Refusal
 from forge_server.proxy.dialects.errors import openai_error
+from forge_server.proxy.dialects.reading import bad, check_choice, check_text, shallow
 
 
 class _StreamOptions(msgspec.Struct):
@@ -44,9 +45,27 @@ class _Request(msgspec.Struct):
     seed: int | UnsetType | None = UNSET
 
 
+class _Part(msgspec.Struct):
+    text: Any = None
+
+
+class _Function(msgspec.Struct):
+    arguments: Any = None
+
+
+class _Call(msgspec.Struct):
+    id: str | None = None
+    function: _Function | None = None
+
+
 class _Message(msgspec.Struct):
+    """What is looked at, or at least decoded: text that is no Unicode is found by that."""
+
     role: str
-    content: str | list[dict[str, Raw]] | None = None
+    content: str | list[_Part] | None = None
+    reasoning_content: Any = None
+    tool_calls: list[_Call] | None = None
+    tool_call_id: str | None = None
 
 
 _SAMPLING = (
@@ -69,6 +88,7 @@ _decode_message = msgspec.json.Decoder(_Message).decode
 _encode = msgspec.json.encode
 
 
+@shallow
 def read(body: bytes) -> Turn:
     """Parse and validate a request body; raises ``Refusal`` 400 that names what is wrong."""
     try:
@@ -80,15 +100,28 @@ def read(body: bytes) -> Turn:
         raise Refusal(400, "invalid_json", f"the request body is not JSON: {error}") from None
     if not request.messages:
         raise Refusal(400, "invalid_request", "messages is empty", param="messages")
+    called: set[str | None] = set()
     for index, message in enumerate(request.messages):
         try:
-            role = _decode_message(message).role
+            parsed = _decode_message(message)
         except msgspec.DecodeError as error:
             raise Refusal(400, "invalid_request", f"messages[{index}]: {error}", param="messages") from None
+        role = parsed.role
         if role not in _ROLES:
             raise Refusal(
                 400, "invalid_request", f"messages[{index}]: unknown role {role!r}", param="messages"
             )
+        if parsed.tool_calls:
+            called.update(call.id for call in parsed.tool_calls)
+        elif role == "tool" and parsed.tool_call_id not in called:
+            raise bad(
+                f"messages[{index}]: there is no tool call {parsed.tool_call_id!r} that this is the result of",
+                param="messages",
+            )
+    for tool in request.tools or ():
+        check_text(tool)
+    if request.tool_choice not in (None, "auto", "none"):
+        check_choice(request.tool_choice, _names(request.tools or []))
     if request.n is not None and request.n != 1:
         raise Refusal(
             400,
@@ -121,6 +154,17 @@ def read(body: bytes) -> Turn:
         asked=asked,
         dropped=() if keys.keys() <= _KNOWN else tuple(sorted(keys.keys() - _KNOWN)),
     )
+
+
+def _names(tools: list[Raw]) -> set[str]:
+    """Names of the tools that have one; what is no tool is left for the engine to refuse."""
+    found = set()
+    for tool in tools:
+        parsed = msgspec.json.decode(tool)
+        function = parsed.get("function") if isinstance(parsed, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("name"), str):
+            found.add(function["name"])
+    return found
 
 
 def _usage(completion: Completion) -> dict[str, int]:
@@ -192,7 +236,7 @@ def events(turn: Turn, completion: Completion) -> bytes:
     return b"".join(out)
 
 
-def keepalive(turn: Turn, id: str, created: int) -> bytes:
+def keepalive(turn: Turn, id: str, created: int, first: bool) -> bytes:
     """A chunk without choices: resets read timers and is ignored by every client that was tried."""
     return _chunk(turn, id, created, [])
 

@@ -4,13 +4,18 @@ import msgspec
 
 from forge_server.proxy.dialects.base import Refusal
 
-_ANTHROPIC = {400: "invalid_request_error", 401: "authentication_error", 413: "request_too_large"}
+_ANTHROPIC = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+}
 _GEMINI = {
     400: "INVALID_ARGUMENT",
     401: "UNAUTHENTICATED",
+    404: "NOT_FOUND",
     409: "ABORTED",
     413: "INVALID_ARGUMENT",
-    501: "UNIMPLEMENTED",
     503: "UNAVAILABLE",
 }
 
@@ -26,7 +31,10 @@ def anthropic_error(refusal: Refusal) -> bytes:
     """Messages."""
     fallback = "invalid_request_error" if refusal.status < 500 else "api_error"
     kind = _ANTHROPIC.get(refusal.status, fallback)
-    return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": refusal.message}})
+    message = refusal.message
+    if refusal.code == "context_length_exceeded":
+        message = f"prompt is too long: {message}"  # by these words clients know that they should compact
+    return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}})
 
 
 def gemini_error(refusal: Refusal) -> bytes:
