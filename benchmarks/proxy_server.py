@@ -15,6 +15,7 @@ import sqlalchemy as sa
 import uvicorn
 import uvloop
 
+from forge_server.commands.serve import collect_less_garbage
 from forge_server.domain.ids import new_id
 from forge_server.domain.outcome import Kind
 from forge_server.domain.states import AttemptState
@@ -139,4 +140,5 @@ async def main(database: str, port: str, upstream: str, count: str) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    collect_less_garbage()
     uvloop.run(main(*sys.argv[1:]))

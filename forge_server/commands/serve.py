@@ -1,6 +1,7 @@
 """``forge-server up``"""
 
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -24,7 +25,17 @@ def up(config: str | None) -> None:
     if settings.engine.kind == "managed":
         signal.signal(signal.SIGTERM, _interrupted)
         environments.ensure("engine")
+    collect_less_garbage()
     uvloop.run(_until_signal(settings))
+
+
+def collect_less_garbage() -> None:
+    """What has been imported lives as long as the process: the collector need not walk it. And a call leaves
+    hundreds of objects but hardly a cycle: with Python's thresholds the collector took 7 % of the proxy's
+    CPU, and its full rounds held up every call."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 10, 50)
 
 
 def _interrupted(number: int, _: FrameType | None) -> None:
