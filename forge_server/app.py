@@ -73,6 +73,7 @@ from forge_server.services.engine_watch import EngineWatch
 from forge_server.services.external import ExternalRollouts
 from forge_server.services.lookups import CallPolicies, TaskFiles
 from forge_server.services.news import News
+from forge_server.services.settling import Settling
 from forge_server.services.task_import import TaskImport
 from forge_server.settings import Settings
 from forge_server.store import events as event_log
@@ -117,19 +118,6 @@ def _url(sock: socket.socket) -> str:
     host, port = sock.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     return f"http://{host}:{port}"
-
-
-class _Settled:
-    """The lifecycle as the runner's routes see it: deliveries are written before a finish is judged (I4)."""
-
-    def __init__(self, lifecycle: Lifecycle, sessions: Sessions) -> None:
-        self._lifecycle, self._sessions = lifecycle, sessions
-        self.heartbeat = lifecycle.heartbeat
-
-    async def apply(self, event: e.Event) -> e.Applied:
-        if isinstance(event, e.RunnerFinished):
-            await self._sessions.settled(event.attempt_id)
-        return await self._lifecycle.apply(event)
 
 
 class _NoEngine:
@@ -318,7 +306,7 @@ class Server:
         )
         self.scheduler = Scheduler(
             self.store,
-            self.lifecycle,
+            Settling(self.lifecycle, self.sessions),
             LocalBackend(
                 LocalOptions(
                     instance=self.instance.id,
@@ -400,7 +388,7 @@ class Server:
     def pod_app(self) -> InferenceRoutes:
         """The pod-facing listener: inference, and the runner's routes behind it."""
         routes = pod_routes(
-            _Settled(self.lifecycle, self.sessions),
+            Settling(self.lifecycle, self.sessions),
             self.sessions,
             self.plans,
             self.store,
@@ -568,6 +556,7 @@ async def running(settings: Settings) -> AsyncIterator[Server]:
         listening = stack.enter_context(contextlib.closing(Listening(settings, folder.socket)))
         store = await asyncio.to_thread(Store.open, settings.store_url, create=True)
         stack.push_async_callback(asyncio.to_thread, store.close)
+        folder.hide_database()
         server = Server(settings, specs, listening, store, await instance.load(store))
         await server.open()
         to_pods, to_people = [listening.pod, listening.unix], [listening.control]
@@ -576,8 +565,8 @@ async def running(settings: Settings) -> AsyncIterator[Server]:
         )
         await stack.enter_async_context(serving(server.control_app(), to_people, ended=server.ended))
         stack.push_async_callback(server.stop)
-        folder.tell(listening.control_url)
         await server.start()
+        folder.tell(listening.control_url)
         yield server
 
 

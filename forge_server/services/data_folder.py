@@ -54,10 +54,13 @@ class DataFolder:
         """Where local runners reach the pod-facing listener."""
         return self.path / SOCKET
 
-    def tell(self, control_url: str) -> None:
-        """Let clients that run beside the folder find the server. The database is for its owner's eyes."""
+    def hide_database(self) -> None:
+        """The SQLite files are for their owner's eyes."""
         for file in self.path.glob("forge.db*"):
             file.chmod(0o600)
+
+    def tell(self, control_url: str) -> None:
+        """Let clients that run beside the folder find the server."""
         (self.path / ADDRESS).write_text(f"{control_url}\n")
 
     def close(self) -> None:
