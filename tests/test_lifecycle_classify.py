@@ -90,6 +90,15 @@ TABLE = [
         Kind.RECORD_INCOMPLETE,
     ),
     ("no call", ended(calls=(), finish=Finish(exit_code=1)), INFRA, Kind.HARNESS_NO_CALL),
+    ("no call in time", ended(calls=(), stop_reason="agent_timeout"), INFRA, Kind.HARNESS_NO_CALL),
+    ("no call, then silence", ended(calls=(), deadline=Clock.HEARTBEAT), INFRA, Kind.RUNNER_LOST),
+    ("no call, then gone", ended(calls=(), backend=Fact.PROCESS_GONE), INFRA, Kind.RUNNER_LOST),
+    (
+        "the first prompt did not fit",
+        ended(calls=(CallFact(0, CallEnd.REJECTED, "context_length_exceeded: 9", 400),)),
+        POLICY,
+        Kind.CONTEXT_OVERFLOW,
+    ),
     ("no answer", ended(calls=(CallFact(0, CallEnd.CLIENT_GONE),)), INFRA, Kind.HARNESS_NO_CALL),
     (
         "verifier dies on gold too",

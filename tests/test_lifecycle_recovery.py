@@ -101,6 +101,32 @@ async def test_i1_calls_of_the_former_life_end_as_server_lost(world: World) -> N
     assert (await world.attempt("at0")).not_trained == ""
 
 
+async def test_i3_books_left_open_by_a_kill_are_closed(world: World) -> None:
+    """Sealed, then killed before the reasons were written; an attempt that goes on is left alone."""
+    await world.run(rollouts=2)
+    for n in (0, 1):
+        await world.start(f"at{n}", f"ro{n}", backend="kubernetes")
+        await world.call(f"at{n}", 0)
+    await world.apply(e.AttemptSealed(attempt_id="at0"))
+    await world.lifecycle.recover()
+    query = sa.select(t.calls.c.untrainable).order_by(t.calls.c.attempt_id)
+    reasons = await world.store.read(lambda c: list(c.execute(query).scalars()))
+    assert reasons == ["delivery_unknown", None]
+
+
+async def test_a_silent_runner_is_sealed_before_it_is_given_up(world: World) -> None:
+    """Its calls get their ends in between; should it come back meanwhile, it goes on from the sealing."""
+    await world.run()
+    await world.start("at0", "ro0", backend="kubernetes")
+    await world.call("at0", 0)
+    world.now += 31
+    for state in (AttemptState.SEALED, AttemptState.ENDED):
+        (passed,) = await world.lifecycle.due(30)
+        assert (await world.apply(passed)).applied
+        assert (await world.attempt("at0")).state is state
+    assert (await world.attempt("at0")).kind is Kind.RUNNER_LOST
+
+
 async def test_i6_local_attempts_die_with_the_server_and_are_not_charged(world: World) -> None:
     await world.run(max_attempts=1)
     for number in range(5):

@@ -8,11 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from proxy_rig import PATIENCE, Rig, follow, hello
+import sqlalchemy as sa
+from proxy_rig import PATIENCE, Rig, follow, hello, rig
 
 from forge_server.domain.classify import CallFact, hole
+from forge_server.domain.engine import ChatResult, EngineUnavailable
+from forge_server.domain.errors import StoreError
+from forge_server.domain.outcome import Kind
 from forge_server.domain.states import CallEnd
+from forge_server.store import tables as t
 from forge_server.store.database import Store
+from forge_server.store.rows import AttemptRow, by_id
 
 CHILD = Path(__file__).with_name("proxy_child.py")
 
@@ -93,3 +99,52 @@ async def _recorded(store: Store, attempt: str, count: int) -> None:
     proxy.store, proxy.attempt = store, attempt
     async with asyncio.timeout(PATIENCE):
         await proxy.until(lambda rows: len(rows) == count)
+
+
+async def test_i12_what_failed_for_a_reason_of_ours_is_not_charged_after_a_restart(database_url: str) -> None:
+    """Two calls are allowed: one that the engine did not answer and one lost with the server are none."""
+    async with rig(database_url, max_calls=2) as proxy:
+
+        async def away(body: dict[str, Any]) -> ChatResult:
+            raise EngineUnavailable("gone", sent=True)
+
+        async with proxy.client() as client:
+            proxy.engine.script = away
+            assert (await proxy.ask(client)).status_code == 503
+            proxy.engine.script = proxy.engine.answer
+            assert (await proxy.ask(client)).status_code == 200
+        await proxy.store.write(
+            lambda c: c.execute(
+                sa.insert(t.calls),
+                {
+                    "id": 1,
+                    "attempt_id": proxy.attempt,
+                    "seq": 2,
+                    "dialect": "chat",
+                    "mode": "record",
+                    "request_digest": b"x" * 16,
+                    "began_at": 1.0,
+                },
+            )
+        )
+        assert (await proxy.lifecycle.recover()).lost_calls == 1
+        async with proxy.serving(), proxy.client() as client:
+            assert (await proxy.ask(client, hello("b"))).status_code == 200
+            assert (await proxy.ask(client, hello("c"))).status_code == 400
+
+
+async def test_a_budget_is_not_used_up_before_that_is_written(database_url: str) -> None:
+    async with rig(database_url, max_calls=1) as proxy:
+        exceeded, trouble = proxy.budget_exceeded, [StoreError("the disk is full")]
+
+        async def shaky(attempt_id: str, kind: Kind) -> None:
+            if trouble:
+                raise trouble.pop()
+            await exceeded(attempt_id, kind)
+
+        proxy.calls._budget_exceeded = shaky
+        async with proxy.client() as client:
+            codes = [(await proxy.ask(client, hello(str(n)))).status_code for n in range(4)]
+        assert codes == [200, 503, 400, 400]
+        attempt = await proxy.store.read(lambda c: by_id(c, AttemptRow, proxy.attempt))
+        assert attempt is not None and attempt.stop_reason == "budget_calls"

@@ -132,7 +132,7 @@ async def test_a_runner_that_hangs_is_missed(tmp_path):
         (attempt,) = await it.attempts()
         os.kill(attempt["handle"]["pid"], signal.SIGSTOP)
         (ended,) = await it.ended()
-        assert ended.data["kind"] == "runner_lost"
+        assert (ended.data["outcome"], ended.data["kind"]) == ("infra_failure", "runner_lost")  # no call yet
 
 
 async def test_a_missing_environment_is_said(tmp_path):

@@ -134,7 +134,7 @@ def _attribute(facts: Facts) -> tuple[Outcome, Kind]:
         return Outcome.INFRA_FAILURE, Kind.STARTUP_TIMEOUT
     if not facts.harness_started and (facts.finish is None or facts.finish.runner_error):
         return Outcome.INFRA_FAILURE, Kind.RUNNER_LOST
-    return _engine_blame(facts) or _policy_blame(facts) or _by_runner(facts)
+    return _engine_blame(facts) or _no_call(facts) or _policy_blame(facts) or _by_runner(facts)
 
 
 _ALWAYS_INFRA = {
@@ -155,7 +155,8 @@ def _by_backend(facts: Facts, fact: Fact) -> tuple[Outcome, Kind]:
         return Outcome.INFRA_FAILURE, _ALWAYS_INFRA[fact]
     if fact is Fact.LAUNCH_FAILED or not facts.harness_started or facts.independent:
         return Outcome.INFRA_FAILURE, Kind.RUNNER_LOST
-    return _engine_blame(facts) or _policy_blame(facts) or (Outcome.POLICY_FAILURE, Kind.RUNNER_LOST)
+    blame = _engine_blame(facts) or _no_call(facts) or _policy_blame(facts)
+    return blame or (Outcome.POLICY_FAILURE, Kind.RUNNER_LOST)
 
 
 def _engine_blame(facts: Facts) -> tuple[Outcome, Kind] | None:
@@ -185,6 +186,20 @@ def _last(calls: Iterable[CallFact]) -> CallFact | None:
     return max(calls, key=lambda call: call.seq, default=None)
 
 
+def _no_call(facts: Facts) -> tuple[Outcome, Kind] | None:
+    """No call was answered: the policy has not acted, so neither silence nor a clock is its doing.
+
+    A prompt that did not fit, or memory that ran out, is told by its own name.
+    """
+    if any(call.end is CallEnd.OK for call in facts.calls):
+        return None
+    blame = _policy_blame(facts)
+    if blame is not None and blame[1] is not Kind.AGENT_TIMEOUT:
+        return None
+    silent = facts.backend is not None or facts.deadline is Clock.HEARTBEAT
+    return Outcome.INFRA_FAILURE, Kind.RUNNER_LOST if silent else Kind.HARNESS_NO_CALL
+
+
 def _policy_blame(facts: Facts) -> tuple[Outcome, Kind] | None:
     reasons = [facts.stop_reason, facts.finish.stopped_by if facts.finish is not None else ""]
     for reason in reasons:
@@ -201,8 +216,6 @@ def _by_runner(facts: Facts) -> tuple[Outcome, Kind]:
     finish = facts.finish
     if finish is None and facts.deadline is not Clock.VERIFY:
         return Outcome.POLICY_FAILURE, Kind.RUNNER_LOST
-    if not any(call.end is CallEnd.OK for call in facts.calls):
-        return Outcome.INFRA_FAILURE, Kind.HARNESS_NO_CALL
     if finish is None:
         return _verifier_failed(facts, invalid=False)
     if finish.runner_error:

@@ -286,6 +286,9 @@ def deadline_passed(change: Change, event: e.DeadlinePassed) -> Refusal | None:
     if event.clock is Clock.AGENT:
         reason = attempt.stop_reason or Kind.AGENT_TIMEOUT.value
         _seal(change, attempt, Kind.AGENT_TIMEOUT.value, reason)
+    elif event.clock is Clock.HEARTBEAT and attempt.state is AttemptState.RUNNING:
+        # its calls get their ends first; the clock is still behind at the next sweep
+        _seal(change, attempt, "runner_silent", attempt.stop_reason)
     else:
         end_attempt(change, attempt, deadline=event.clock)
     return None

@@ -2,8 +2,9 @@
 
 The time since the last liveness beat was a downtime: it is written down as a hold and added to all
 clocks. Calls without an end belong to a proxy that is gone: their end is ``server_lost`` (their answers
-never left, since an end is committed first). Local attempts died with the server and are lost; pods and
-external harnesses go on, and get one full silence before anybody misses their heartbeat.
+never left, since an end is committed first). Books that were left open are closed. Local attempts died
+with the server and are lost; pods and external harnesses go on, and get one full silence before anybody
+misses their heartbeat.
 """
 
 import msgspec
@@ -14,6 +15,9 @@ from forge_server.domain.states import AttemptState, CallEnd, Delivery, Untraina
 from forge_server.lifecycle import deadlines
 from forge_server.store import instance
 from forge_server.store import tables as t
+
+SETTLING_S = 600.0
+"""The books of an attempt are closed within this time of its sealing."""
 
 
 class Recovery(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +43,7 @@ def settle(connection: sa.Connection, now: float) -> Recovery:
             untrainable=Untrainable.NOT_OK.value,
         )
     ).rowcount
+    _close_books(connection, now - down - SETTLING_S)
     live = connection.execute(
         sa.select(t.attempts.c.id, t.attempts.c.backend)
         .where(t.attempts.c.state != AttemptState.ENDED)
@@ -55,6 +60,30 @@ def settle(connection: sa.Connection, now: float) -> Recovery:
         lost_attempts=tuple(row.id for row in live if row.backend == "local"),
         adopted_attempts=tuple(row.id for row in live if row.backend != "local"),
     )
+
+
+def _close_books(connection: sa.Connection, since: float) -> None:
+    """Attempts sealed just before the end may not have their reasons written: what is not known to be
+    delivered is not trained (I3)."""
+    a = t.attempts.c
+    recent = sa.select(a.id).where(
+        a.state.in_((AttemptState.SEALED, AttemptState.VERIFYING, AttemptState.ENDED)),
+        sa.or_(a.sealed_at >= since, a.ended_at >= since),
+    )
+    for delivery, reason in (
+        (Delivery.NO, Untrainable.NOT_DELIVERED),
+        (Delivery.UNKNOWN, Untrainable.DELIVERY_UNKNOWN),
+    ):
+        connection.execute(
+            sa.update(t.calls)
+            .where(
+                t.calls.c.attempt_id.in_(recent),
+                t.calls.c.end == CallEnd.OK,
+                t.calls.c.untrainable.is_(None),
+                t.calls.c.delivered == delivery,
+            )
+            .values(untrainable=reason.value)
+        )
 
 
 def _downtime(connection: sa.Connection, now: float) -> float:

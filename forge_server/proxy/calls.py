@@ -130,9 +130,7 @@ class Calls:
     async def _stop(self, session: Session, kind: Kind, message: str) -> NoReturn:
         """The policy has used up a budget: 400 now and for every later call, once that is written."""
         await self._budget_exceeded(session.attempt_id, kind)
-        session.refusal = session.refusal or Refusal(
-            400, str(kind), f"the rollout has ended: {message}"
-        )
+        session.refusal = session.refusal or Refusal(400, str(kind), f"the rollout has ended: {message}")
         raise session.refusal
 
     async def _engine_failed(self, session: Session, failure: Refusal) -> None:

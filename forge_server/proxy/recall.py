@@ -17,7 +17,7 @@ log = structlog.get_logger(__name__)
 
 
 class Past(msgspec.Struct, frozen=True):
-    """``taken``: how many calls were numbered; ``own``: how many of them were no replays; ``tokens``:
+    """``taken``: how many calls were numbered; ``own``: how many of them are charged to the policy; ``tokens``:
     completion tokens sampled; ``calls``: those with ids, in order; ``undelivered``: (call id, request digest,
     delivery, completion) of answers that nobody is known to have got.
     """
@@ -51,7 +51,7 @@ def past_calls(connection: sa.Connection, attempt_id: str) -> Past:
     own = [row for row in connection.execute(_CALLS, {"attempt": attempt_id}) if row.retry_of is None]
     return Past(
         taken=last + 1,
-        own=len(own),
+        own=sum(_charged(row) for row in own),
         tokens=sum(row.completion_len or 0 for row in own),
         calls=_rebuild(own),
         undelivered=tuple(
@@ -60,6 +60,11 @@ def past_calls(connection: sa.Connection, attempt_id: str) -> Past:
             if row.end == CallEnd.OK and row.body is not None
         ),
     )
+
+
+def _charged(row: Any) -> bool:
+    """Not what failed for a reason of ours: the engine, the database, a hold that took too long, a restart."""
+    return row.end != CallEnd.SERVER_LOST and (row.status or 0) < 500
 
 
 def _rebuild(rows: list[Any]) -> tuple[Call, ...]:

@@ -152,6 +152,10 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._live)
 
+    def live(self, attempt_id: str) -> bool:
+        """Whether the attempt may have calls in flight, or deliveries that are not written."""
+        return attempt_id in self._live or attempt_id in self._opening
+
     async def open(self, attempt_id: str) -> Session:
         """The session of an attempt. Raises ``Refusal`` when the attempt may not make calls."""
         session = self._live.get(attempt_id)
