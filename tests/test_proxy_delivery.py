@@ -12,6 +12,7 @@ from proxy_rig import PATIENCE, Rig, eventually, follow, hello, result, rig
 
 from forge_server.domain.engine import ChatResult
 from forge_server.domain.states import Delivery, Untrainable
+from forge_server.proxy.connection import Connection
 
 
 @pytest.fixture
@@ -164,6 +165,32 @@ async def test_i3_a_later_prompt_that_contains_an_answer_shows_its_delivery(prox
     rows = await proxy.until(lambda rows: rows[0].delivered == Delivery.YES)
     assert rows[1].parent_id == row.id
     second.close()
+
+
+async def test_i3_an_answer_after_the_end_of_its_connection_went_nowhere() -> None:
+    """A pipelining client leaves while its second answer is being written: the first one's last bytes are
+    waited for, and say nothing about the second."""
+    ours, theirs = socket.socketpair()
+    ours.sendall(b"the first answer")
+
+    class Transport:
+        def get_extra_info(self, name: str) -> socket.socket:
+            return ours
+
+        def get_write_buffer_size(self) -> int:
+            return 0
+
+    told: list[tuple[int, Delivery]] = []
+    connection = Connection(Transport())  # type: ignore[arg-type]
+    connection.answered(lambda delivery: told.append((1, delivery)))
+    connection.lost(None)
+    connection.answered(lambda delivery: told.append((2, delivery)))
+    assert told == [(2, Delivery.UNKNOWN)]
+    theirs.recv(100)
+    await eventually(lambda: len(told) == 2)
+    assert told[1] == (1, Delivery.YES)
+    ours.close()
+    theirs.close()
 
 
 # --- retries ---

@@ -172,6 +172,30 @@ async def test_i1_engine_errors_end_the_call_and_keep_their_status(
     assert row.error.startswith(code)
 
 
+async def test_i1_what_a_harness_makes_the_engine_say_does_not_keep_the_end_from_being_written(
+    proxy: Rig,
+) -> None:
+    """Else it could leave a call in flight for ever, and so keep a bad attempt from being trained."""
+
+    async def script(body: dict[str, Any]) -> ChatResult:
+        raise EngineRefused(400, "no role \0 here", "invalid_request")
+
+    proxy.engine.script = script
+    async with proxy.client() as client:
+        await proxy.ask(client)
+    (row,) = await proxy.rows()
+    assert row.end == "rejected" and row.error.startswith("invalid_request: no role \ufffd")
+
+
+async def test_a_row_keeps_little_of_what_a_harness_asks(proxy: Rig) -> None:
+    bias = {str(n): 1.0 for n in range(10_000)}
+    async with proxy.client() as client:
+        more = {"x" * 10_000 + str(n): 1 for n in range(500)}
+        assert (await proxy.ask(client, hello(logit_bias=bias, temperature=0.3, **more))).status_code == 200
+    (row,) = await proxy.rows()
+    assert len(msgspec.json.encode(row.flags)) < 12_000 and row.flags["overridden"]["temperature"] == 0.3
+
+
 async def test_a_message_that_cannot_be_read_is_an_engine_error(proxy: Rig) -> None:
     async def script(body: dict[str, Any]) -> ChatResult:
         return result(body, message={"role": "assistant", "tool_calls": [{"function": 3}]})

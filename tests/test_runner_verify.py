@@ -1,6 +1,7 @@
 """The verifier's word is taken only when it is one; the work folder is made safe before it is read."""
 
 import io
+import json
 import os
 import tarfile
 
@@ -165,3 +166,15 @@ def test_files_stay_in_their_folder(tmp_path, path):
     (tmp_path / "home").mkdir()
     with pytest.raises(ValueError, match="leads out"):
         put(Box(), "home", path, b"", 0o644)
+
+
+def test_names_that_are_no_text_can_be_told(tmp_path):
+    """The runner's report is JSON in UTF-8: what an agent calls its files must not spoil it."""
+    work, logs = tmp_path / "work", tmp_path / "logs"
+    work.mkdir()
+    logs.mkdir()
+    os.symlink("/root", os.path.join(os.fsencode(work), b"\xff\xfe"))
+    (logs / "reward.txt").write_text("1")
+    said = verdict(str(logs), 0, scrub(str(work), "/workspace"))
+    assert said.detail["removed_before_verifying"] == ["\\udcff\\udcfe"]
+    json.dumps(said.detail, ensure_ascii=False).encode()

@@ -114,6 +114,8 @@ class Controller:
                 break  # rejected, and the row says so
             except ForgeError as error:
                 log.warning("the interrupted weight update failed, trying again", reason=str(error))
+            except Exception:  # every run waits for this: it must not end unheard
+                log.exception("the interrupted weight update failed, trying again")
             await asyncio.sleep(wait)
             wait = min(2 * wait, 30.0)
         self._restored.set()

@@ -42,7 +42,7 @@ class Connection:
 
     def answered(self, settle: Settle) -> None:
         """An answer was written whole; ``settle`` is called once, when its delivery is decided."""
-        if self._fd < 0:
+        if not self._open:  # it was lost meanwhile: what was written last went nowhere
             settle(Delivery.UNKNOWN)
         else:
             self._waiting.append(settle)

@@ -103,7 +103,7 @@ def failed(
         "ended_at": at,
         "end": end,
         "status": status,
-        "error": error[:2000],
+        "error": error[:2000].replace("\0", "\ufffd"),  # Postgres takes no NUL in texts
         "delivered": Delivery.NO,
         "untrainable": Untrainable.NOT_OK,
         "flags": flags or None,

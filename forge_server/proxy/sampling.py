@@ -15,6 +15,8 @@ from msgspec import Raw
 from forge_server.domain.turn import Turn
 from forge_server.proxy.ports import CallPolicy
 
+_NOTED = 100  # bytes of a value, letters of a name, names
+
 
 class Pinned(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's body, what was changed on the way (``flags``, for the call's row), and whether a grammar
@@ -66,12 +68,17 @@ def pin(turn: Turn, policy: CallPolicy, *, attempt_id: str, seq: int, tokens_lef
         body["response_format"] = turn.response_format
     if constraints and lift:
         flags["lifted"] = constraints
-    overridden = {name: value for name, value in turn.asked.items() if body.get(name) != value}
+    overridden = {name: _noted(value) for name, value in turn.asked.items() if body.get(name) != value}
     if overridden:
         flags["overridden"] = overridden
     if turn.dropped:
-        flags["dropped"] = list(turn.dropped)
+        flags["dropped"] = [name[:_NOTED] for name in turn.dropped[:_NOTED]]
     return Pinned(body=body, flags=flags, constrained=bool(constraints) and not lift)
+
+
+def _noted(value: Any) -> Any:
+    """What a row keeps of something that a harness sent: lists of calls read it, so it must be small."""
+    return value if len(msgspec.json.encode(value)) <= _NOTED else "…"
 
 
 def _constraints(turn: Turn) -> list[str]:

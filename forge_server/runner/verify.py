@@ -79,7 +79,10 @@ def verdict(logs: str, exit_code: int, removed: list[str]) -> Verdict:
             what = f"{name}: {value} is not a finite number within ±{REWARD_LIMIT:g}"
             return Verdict("invalid", exit_code, error=what)
         if removed:
-            detail["removed_before_verifying"] = removed[:20]
+            # names that are no UTF-8 could not be sent
+            detail["removed_before_verifying"] = [
+                name.encode("utf-8", "backslashreplace").decode() for name in removed[:20]
+            ]
         return Verdict("ok", exit_code, value=value, detail=detail)
     if exit_code != 0:
         return Verdict("crash", exit_code, error=f"the verifier ended with status {exit_code} and no reward")
