@@ -111,7 +111,6 @@ def warm_start(folder: Folder, trainer: Path, recipe: Recipe, seed: int, screen:
         *("--max-length", "512", "--seed", str(seed)),
         "optim.lr_scheduler_type=cosine",
         "optim.zero_indexed_step=false",
-        "optim.min_lr_ratio=0.1",
         f"optim.lr_warmup_steps={plan.warmup_steps}",
         "optim.betas=[0.9,0.95]",
     )
