@@ -26,6 +26,7 @@ from forge_server.harness.load import load_all
 from forge_server.harness.plan import TaskFile, TaskInput
 from forge_server.harness.spec import Spec
 from forge_server.lifecycle.apply import Lifecycle
+from forge_server.proxy.connection import ConnectionProtocol
 from forge_server.scheduler.local import LocalBackend, LocalOptions
 from forge_server.scheduler.plans import PlanOptions, Plans
 from forge_server.scheduler.scheduler import Options, Scheduler
@@ -177,9 +178,13 @@ async def rig(
     min_sandbox: str = "namespaces",
     run: dict[str, Any] | None = None,
     plan: dict[str, Any] | None = None,
+    through: Callable[[Rig, Plans], Any] | None = None,
     **options: Any,
 ) -> AsyncIterator[Rig]:
-    """The server for the length of the block; what is left running at its end fails the test."""
+    """The server for the length of the block; what is left running at its end fails the test.
+
+    ``through`` makes another pod-facing application than the scripted model's.
+    """
     it = Rig()
     it.store = Store.open(f"sqlite:///{folder / 'forge.db'}", create=True)
     try:
@@ -209,11 +214,12 @@ async def rig(
             me.secret,
             Options(**{"in_flight": 4, "heartbeat_s": 0.0, **options}),
         )
-        app = Litestar(
+        app = through and through(it, plans)
+        app = app or Litestar(
             [*pod_routes(it.lifecycle, Receipts(), plans, it.store, me.secret), _model(it)],
             exception_handlers=HANDLERS,
         )
-        async with serving(app, [bind_unix(path)]):
+        async with serving(app, [bind_unix(path)], protocol=ConnectionProtocol):
             ticks = Ticks()
             if start:
                 await it.scheduler.start()

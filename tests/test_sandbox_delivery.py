@@ -1,0 +1,92 @@
+"""Delivery through the real relay, from a real sandbox to the real proxy (I3): the harness's own end of the socket
+decides, not the relay's."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from litestar import Litestar
+from proxy_rig import Engine, Versions, result
+from scheduler_rig import Rig, rig, script_spec
+
+from forge_server.api.pod import pod_routes
+from forge_server.api.problem import HANDLERS
+from forge_server.proxy.calls import Calls
+from forge_server.proxy.hold import Gate
+from forge_server.proxy.ports import CallPolicy
+from forge_server.proxy.routes import InferenceRoutes
+from forge_server.proxy.sessions import Sessions
+from forge_server.scheduler.plans import Plans
+from forge_server.services.settling import Settling
+from forge_server.store import keys
+from forge_server.store import tables as t
+from forge_server.store.rows import AttemptRow, by_id
+
+pytestmark = pytest.mark.sandbox
+
+ASK = """
+import os, select, signal, socket, time
+address, _, path = os.environ["BASE"].removeprefix("http://").partition("/")
+host, port = address.split(":")
+def ask(text):
+    body = '{"messages": [{"role": "user", "content": "%s"}]}' % text
+    sock = socket.create_connection((host, int(port)))
+    head = "POST /%s/v1/chat/completions HTTP/1.1\\r\\nAuthorization: Bearer %s\\r\\nContent-Length: %d\\r\\n\\r\\n"
+    sock.sendall((head % (path, os.environ["KEY"], len(body)) + body).encode())
+    select.select([sock], [], [])
+    time.sleep(0.1)  # it lies in the buffer, whole
+    return sock
+"""
+LEAVES = ASK + "ask('read').recv(65536)\nask('unread')\nos.kill(os.getpid(), signal.SIGKILL)\n"
+STAYS = ASK + "one = ask('read')\none.recv(65536)\ntwo = ask('unread')\ntime.sleep(1000)\n"
+
+
+def proxied(it: Rig, plans: Plans) -> InferenceRoutes:
+    """The pod-facing listener as ``app`` composes it, with a scripted engine."""
+
+    async def policy(attempt_id: str) -> CallPolicy | None:
+        row = await it.store.read(lambda c: by_id(c, AttemptRow, attempt_id))
+        return None if row is None else CallPolicy(state=row.state, mode="train", model="forge")
+
+    async def nothing(*_: Any) -> None:
+        return None
+
+    def agent(key: str) -> str | None:
+        claim = keys.verify(it.secret, key)
+        return claim.subject if claim is not None and claim.scope == "agent" else None
+
+    sessions, engine = Sessions(it.store, policy), Engine()
+
+    async def script(body: dict[str, Any]) -> Any:
+        return result(body, "said to " + json.loads(bytes(body["messages"][0]))["content"])
+
+    engine.script = script
+    it.lifecycle.subscribe(sessions.on_event)
+    calls = Calls(
+        store=it.store,
+        engine=engine,
+        gate=Gate(),
+        versions=Versions(),
+        budget_exceeded=nothing,
+        engine_gave_up=nothing,
+    )
+    routes = pod_routes(Settling(it.lifecycle, sessions), sessions, plans, it.store, it.secret)
+    runner = Litestar(routes, exception_handlers=HANDLERS)
+    return InferenceRoutes(sessions=sessions, calls=calls, keys=agent, model="forge", otherwise=runner)
+
+
+@pytest.mark.parametrize(("script", "seconds"), [(LEAVES, 60.0), (STAYS, 2.0)])
+async def test_i3_what_a_killed_harness_left_unread_is_not_trained(
+    tmp_path: Path, script: str, seconds: float
+) -> None:
+    """Killed by itself, or by the runner after the server's clock had sealed the attempt."""
+    spec = script_spec(f"exec \"$PY\" -I -S - <<'END'\n{script}\nEND")
+    async with rig(tmp_path, specs={"script": spec}, run={"max_seconds": seconds}, through=proxied) as it:
+        await it.group(harness="script", max_attempts=1)
+        (ended,) = await it.ended()
+        assert ended.data["outcome"] == "policy_failure"
+        query = sa.select(t.calls.c.end, t.calls.c.delivered, t.calls.c.untrainable).order_by(t.calls.c.seq)
+        found = await it.store.read(lambda c: [tuple(row) for row in c.execute(query)])
+        assert found == [("ok", "yes", None), ("ok", "no", "not_delivered")]
