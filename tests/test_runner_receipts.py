@@ -97,6 +97,21 @@ def test_i3_who_asks_again_or_closes_in_order_has_read(relay, upstream):
     assert relay.receipts.final(0.0) == ([1, 2], [])  # of an open connection nothing is said
 
 
+def test_what_the_proxy_did_not_hear_is_told_again(relay, upstream):
+    """A request that made no call (it listed models, or was refused) may not have been listened to."""
+    deaf = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+    upstream.serve(upstream.answer(answer(1)), *(upstream.answer(a) for a in (deaf, answer(2), answer(3))))
+    first = connect(relay)
+    ask(first)
+    first.close()
+    for _ in range(3):
+        sock = connect(relay)
+        ask(sock)
+        keep(sock)
+    told = [head.get(b"x-forge-relay-read", b"") for _, head, _ in upstream.requests]
+    assert told == [b"", b"1", b"1", b""]
+
+
 def test_i3_a_harness_that_is_killed_with_the_answer_unread_did_not_get_it(relay, upstream):
     upstream.serve(upstream.answer(answer(1)))
     pid = harness(lambda: connect_and_send(relay))

@@ -234,7 +234,13 @@ def test_a_body_beyond_all_measure_is_refused(door, upstream, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "raw", [b"\x00\x01garbage\r\n\r\n", b"POST\r\n\r\n", b"GET / HTTP/1.1\r\nno colon\r\n\r\n"]
+    "raw",
+    [
+        b"\x00\x01garbage\r\n\r\n",
+        b"POST\r\n\r\n",
+        b"GET / HTTP/1.1\r\nno colon\r\n\r\n",
+        b"GET /v1/models HTTP/1.1\r\nA: b\nX-Forge-Relay-Read: 1\r\n\r\n",
+    ],
 )
 def test_what_is_not_http_ends_the_connection(door, raw):
     sock, _ = door()

@@ -22,6 +22,9 @@ from forge_server.store.rows import AttemptRow
 SEAL_TO_VERIFY_S = 120.0
 """How long after sealing the runner may take to kill what is left and to fetch the verifier."""
 
+REPORT_S = 15.0
+"""How long after the verifier's own time the runner, who watches it, may take to report."""
+
 _NO_LONGER_ASKING = (AttemptState.SEALED, AttemptState.VERIFYING)
 
 
@@ -197,7 +200,8 @@ def verifier_fetched(change: Change, event: e.VerifierFetched) -> Refusal | None
         return Refusal.REPEAT
     if attempt.state is not AttemptState.SEALED:
         return Refusal.WRONG_STATE
-    change.move_attempt(attempt, AttemptState.VERIFYING, verify_deadline=change.now + event.verify_s)
+    deadline = change.now + event.verify_s + REPORT_S
+    change.move_attempt(attempt, AttemptState.VERIFYING, verify_deadline=deadline)
     change.emit_attempt("attempt_verifying", attempt, change.rollout_of(attempt))
     return None
 

@@ -54,13 +54,17 @@ class Receipts:
                 self._look(client)
                 self._open.pop(client, None)
 
-    def news(self) -> bytes:
-        """Calls that were found read since the last time, for a header of the next request."""
+    def news(self) -> list[bytes]:
+        """Calls that were found read and that the proxy does not know of, for a header of the next request."""
         with self._lock:
             for client in tuple(self._open):
                 self._look(client)
-            taken, self._news = self._news[:_MENTIONED], self._news[_MENTIONED:]
-        return b" ".join(taken)
+            return self._news[:_MENTIONED]
+
+    def told(self, news: list[bytes]) -> None:
+        """The request with this news was answered as a call: the proxy knows."""
+        with self._lock:
+            self._news = [call for call in self._news if call not in news]
 
     def final(self, patience_s: float) -> tuple[list[int], list[int]]:
         """Every call whose answer was read, and every one whose answer was not. The harness is dead, so its

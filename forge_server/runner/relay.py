@@ -134,12 +134,14 @@ class Relay:
         lines = [b" ".join(parts)] + [n + b": " + v for n, v in headers if n not in _NOT_PASSED]
         lines += [MARK + b": " + os.urandom(8).hex().encode(), b"content-length: %d" % len(body)]
         if news := self.receipts.news():
-            lines.append(READ + b": " + news)
+            lines.append(READ + b": " + b" ".join(news))
         answer = line.exchange(client, b"\r\n".join(lines) + b"\r\n\r\n" + body, parts[0] == b"HEAD")
         if answer is None:
             _answer(client, b"503 Service Unavailable", "server_error", "the model is away", retry=True)
             return True
         call = wire.value_of(answer.headers, CALL)
+        if call:
+            self.receipts.told(news)
         try:
             answer.write_to(client)
         except BaseException:

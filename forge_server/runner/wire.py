@@ -63,10 +63,12 @@ class Reader:
         if not raw:
             return None
         start, *lines = raw[:-4].split(b"\r\n")
+        if b"\n" in start:
+            raise Broken("malformed request line")
         headers = []
         for line in lines:
             name, colon, value = line.partition(b":")
-            if not colon:
+            if not colon or b"\n" in line or b"\r" in line:  # a lenient parser would see two headers
                 raise Broken("malformed header")
             headers.append((name.strip().lower(), value.strip()))
         return start, headers
