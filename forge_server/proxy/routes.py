@@ -7,6 +7,7 @@ its call.
 """
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -58,7 +59,7 @@ _POST: dict[str, Dialect | Counter] = {
     "v1/messages": MESSAGES,
     "v1/messages/count_tokens": messages.COUNT,
 }
-_GEMINI_MODELS = "v1beta/models/"
+_GEMINI = re.compile(r"v1(?:beta|alpha)?/models/.+(?::|%3[Aa])\w+")  # MODEL:METHOD
 
 
 class _Gone(Exception):
@@ -77,7 +78,7 @@ def route_of(path: str) -> Route | None:
     rest, attempt = path.lstrip("/"), None
     if rest.startswith("a/"):
         _, attempt, rest = (*rest.split("/", 2), "", "")[:3]
-    if rest in _POST or rest == "v1/models" or rest.startswith(_GEMINI_MODELS):
+    if rest in _POST or rest == "v1/models" or _GEMINI.fullmatch(rest):
         return Route(attempt, rest)
     return None
 
@@ -114,7 +115,7 @@ class InferenceRoutes:
             await _respond(send, 404, openai_error(Refusal(404, "not_found", f"there is no route {path}")))
 
     async def _inference(self, route: Route, scope: Scope, receive: Receive, send: Send) -> None:
-        dialect = _POST.get(route.rest) or (GEMINI if route.rest.startswith("v1beta/") else CHAT)
+        dialect = _POST.get(route.rest) or (GEMINI if _GEMINI.fullmatch(route.rest) else CHAT)
         try:
             if dialect is GEMINI:
                 dialect = _gemini(route.rest, scope["query_string"])
@@ -313,7 +314,7 @@ class _Stream:
 
 
 def _gemini(rest: str, query: bytes) -> Dialect | Counter:
-    found = gemini.method(rest.removeprefix(_GEMINI_MODELS), query)
+    found = gemini.method(rest.partition("/models/")[2], query)
     if found is None:
         raise Refusal(404, "not_found", f"there is no method {rest}")
     return found

@@ -14,7 +14,7 @@ from msgspec import UNSET, Raw, UnsetType
 from forge_server.domain.turn import Completion, Turn, as_message
 from forge_server.proxy.dialects.base import Dialect, Refusal
 from forge_server.proxy.dialects.errors import openai_error
-from forge_server.proxy.dialects.reading import bad, check_choice, check_text, shallow
+from forge_server.proxy.dialects.reading import bad, bounded, check_choice, check_text
 
 
 class _StreamOptions(msgspec.Struct):
@@ -88,7 +88,7 @@ _decode_message = msgspec.json.Decoder(_Message).decode
 _encode = msgspec.json.encode
 
 
-@shallow
+@bounded
 def read(body: bytes) -> Turn:
     """Parse and validate a request body; raises ``Refusal`` 400 that names what is wrong."""
     try:
@@ -112,7 +112,8 @@ def read(body: bytes) -> Turn:
                 400, "invalid_request", f"messages[{index}]: unknown role {role!r}", param="messages"
             )
         if parsed.tool_calls:
-            called.update(call.id for call in parsed.tool_calls)
+            for call in parsed.tool_calls:
+                called.add(call.id)
         elif role == "tool" and parsed.tool_call_id not in called:
             raise bad(
                 f"messages[{index}]: there is no tool call {parsed.tool_call_id!r} that this is the result of",

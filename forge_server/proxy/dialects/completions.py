@@ -12,7 +12,7 @@ from msgspec import UNSET, Raw, UnsetType
 from forge_server.domain.turn import Completion, Turn
 from forge_server.proxy.dialects.base import Dialect, Refusal
 from forge_server.proxy.dialects.errors import openai_error
-from forge_server.proxy.dialects.reading import bad, check_limit, parse, shallow, unsupported
+from forge_server.proxy.dialects.reading import bad, bounded, check_limit, parse, unsupported
 from forge_server.proxy.dialects.writing import bare, sse
 
 
@@ -47,7 +47,7 @@ _decode = msgspec.json.Decoder(_Request).decode
 _encode = msgspec.json.encode
 
 
-@shallow
+@bounded
 def read(body: bytes) -> Turn:
     """Parse and validate a request body; raises ``Refusal`` 400 that names what is wrong."""
     request, keys = parse(body, _decode)

@@ -25,7 +25,7 @@ from forge_server.proxy.dialects.conversation import (
     tool,
 )
 from forge_server.proxy.dialects.errors import gemini_error
-from forge_server.proxy.dialects.reading import bad, check_choice, check_limit, parse, shallow, unsupported
+from forge_server.proxy.dialects.reading import bad, bounded, check_choice, check_limit, parse, unsupported
 from forge_server.proxy.dialects.writing import arguments_object, bare, seal, sse, unseal
 
 Json = dict[str, Any]
@@ -103,7 +103,7 @@ def _number(value: Any, where: str, kind: type[int] | type[float]) -> Any:
     return kind(value)
 
 
-@shallow
+@bounded
 def read(body: bytes, *, model: str, stream: bool, array: bool = False) -> Turn:
     """Parse and validate a request body; raises ``Refusal`` 400 that names what is wrong."""
     given, _ = parse(body, _decode)
@@ -143,7 +143,7 @@ def read(body: bytes, *, model: str, stream: bool, array: bool = False) -> Turn:
     )
 
 
-@shallow
+@bounded
 def read_counted(body: bytes, *, model: str) -> Turn:
     """The turn of a request whose tokens are to be counted: contents, or a whole generateContentRequest."""
     given, _ = parse(body, _decode)
@@ -339,7 +339,7 @@ def _json_schema(schema: Any) -> Any:
     for key, value in schema.items():
         if key == "properties" and isinstance(value, dict):
             out[key] = {name: _json_schema(entry) for name, entry in value.items()}
-        elif key == "type" and value in _TYPES:
+        elif key == "type" and isinstance(value, str) and value in _TYPES:
             out[key] = value.lower()
         elif key in ("enum", "default", "example", "required", "nullable"):
             out[key] = value

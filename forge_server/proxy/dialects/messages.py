@@ -27,13 +27,13 @@ from forge_server.proxy.dialects.errors import anthropic_error
 from forge_server.proxy.dialects.reading import (
     NOTHING,
     bad,
+    bounded,
     check_choice,
     check_limit,
     check_text,
     data_url,
     parse,
     schema_of,
-    shallow,
     unsupported,
 )
 from forge_server.proxy.dialects.writing import arguments_object, bare, seal, sse
@@ -136,7 +136,7 @@ _decode_counted = msgspec.json.Decoder(_Counted).decode
 _encode = msgspec.json.encode
 
 
-@shallow
+@bounded
 def read(body: bytes) -> Turn:
     """Parse and validate a request body; raises ``Refusal`` 400 that names what is wrong."""
     request, keys = parse(body, _decode)
@@ -152,7 +152,7 @@ def read(body: bytes) -> Turn:
     )
 
 
-@shallow
+@bounded
 def read_counted(body: bytes) -> Turn:
     """The turn of a request whose tokens are to be counted."""
     request, _ = parse(body, _decode_counted)
@@ -316,7 +316,8 @@ def _assistant(
             case "redacted_thinking":
                 dropped.add("redacted_thinking")
             case "tool_use" if block.id and block.name:
-                check_text(block.input)
+                if block.input != NOTHING:
+                    check_text(block.input)
                 arguments = bytes(block.input).decode() or "{}"
                 if not arguments.startswith("{"):
                     raise bad(f"{at}.input: not an object", param="messages")

@@ -17,6 +17,7 @@ NOTHING = Raw()
 
 _decode_keys = msgspec.json.Decoder(dict[str, Raw]).decode
 _decode_any = msgspec.json.Decoder().decode
+_encode = msgspec.json.encode
 
 
 def bad(message: str, *, param: str | None = None, code: str = "invalid_request") -> Refusal:
@@ -44,11 +45,10 @@ def parse(body: bytes, decode: Callable[[bytes], T]) -> tuple[T, frozenset[str]]
 
 def check_text(raw: Raw) -> None:
     """Refuse half surrogate pairs in what is passed on without being decoded: no tokenizer takes them."""
-    if b"\\ud" in bytes(raw) or b"\\uD" in bytes(raw):
-        try:
-            _decode_any(raw)
-        except msgspec.DecodeError:
-            raise bad("a string holds half a surrogate pair", code="invalid_json") from None
+    try:
+        _decode_any(raw)  # quicker than to search for an escape
+    except msgspec.DecodeError:
+        raise bad("a string holds half a surrogate pair", code="invalid_json") from None
 
 
 def schema_of(given: Raw, param: str) -> Raw | None:
@@ -61,15 +61,30 @@ def schema_of(given: Raw, param: str) -> Raw | None:
     return given
 
 
-def shallow(read: Callable[..., Turn]) -> Callable[..., Turn]:
-    """Makes a reader refuse what is nested deeper than the interpreter can follow."""
+def _printable(name: str) -> str:
+    """The name of a field as it can be shown and stored, whatever a client has called it."""
+    return name[:80] if name.isprintable() else repr(name[:80])
+
+
+def bounded(read: Callable[..., Turn]) -> Callable[..., Turn]:
+    """Makes a reader refuse what could not be written again: what is nested deeper than the interpreter can
+    follow, numbers that no JSON library agrees on, and names that cannot be stored.
+    """
 
     @wraps(read)
     def guarded(*args: Any, **more: Any) -> Turn:
         try:
-            return read(*args, **more)
+            turn = read(*args, **more)
+            written = _encode((turn.tool_choice, turn.response_format, turn.asked, turn.max_tokens))
         except RecursionError:
             raise bad("the request body is nested too deeply") from None
+        except OverflowError:
+            raise bad("a number in the request body is too large") from None
+        if b"\\u0000" in written:
+            raise bad("a parameter holds a NUL character")
+        if turn.dropped:
+            turn = msgspec.structs.replace(turn, dropped=tuple(map(_printable, turn.dropped)))
+        return turn
 
     return guarded
 

@@ -25,12 +25,12 @@ from forge_server.proxy.dialects.errors import openai_error
 from forge_server.proxy.dialects.reading import (
     NOTHING,
     bad,
+    bounded,
     check_choice,
     check_limit,
     data_url,
     parse,
     schema_of,
-    shallow,
     unsupported,
 )
 from forge_server.proxy.dialects.writing import bare, seal, sse, unseal
@@ -141,7 +141,7 @@ _decode = msgspec.json.Decoder(_Request).decode
 _encode = msgspec.json.encode
 
 
-@shallow
+@bounded
 def read(body: bytes) -> Turn:
     """Parse and validate a request body; raises ``Refusal`` 400 that names what is wrong."""
     request, keys = parse(body, _decode)
