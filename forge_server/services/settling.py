@@ -5,12 +5,19 @@ attempt is sealed and the ends and deliveries of its calls are written first (I3
 runner leaves in flight has an end, and a delivery that was known in memory is not missed.
 """
 
+import asyncio
 from collections.abc import Callable
 from typing import Protocol
+
+import structlog
 
 from forge_server.domain import events as e
 from forge_server.domain.events import Applied, DeadlinePassed, Event, EventRow
 from forge_server.lifecycle.apply import Instruction
+
+log = structlog.get_logger(__name__)
+
+PATIENCE_S = 20.0
 
 
 class Lifecycle(Protocol):
@@ -43,7 +50,15 @@ class Settling:
         if isinstance(event, e.RunnerFinished | e.BackendFact):
             if self._sessions.live(event.attempt_id):
                 await self._lifecycle.apply(e.AttemptSealed(attempt_id=event.attempt_id, reason="over"))
-            await self._sessions.settled(event.attempt_id)
+            await self._settled(event.attempt_id)
         elif isinstance(event, e.DeadlinePassed):  # it may be early: it seals by itself where it must
-            await self._sessions.settled(event.attempt_id)
+            await self._settled(event.attempt_id)
         return await self._lifecycle.apply(event)
+
+    async def _settled(self, attempt_id: str) -> None:
+        """Not for ever: an attempt must end (I6), and one whose calls have no ends then is not trained."""
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                await self._sessions.settled(attempt_id)
+        except TimeoutError:
+            log.error("the books of an attempt could not be closed in time", attempt=attempt_id)
