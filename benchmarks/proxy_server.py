@@ -124,6 +124,7 @@ async def main(database: str, port: str, upstream: str, count: str) -> None:
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=False,
         date_header=False,
         timeout_keep_alive=90,
         timeout_graceful_shutdown=2,

@@ -5,6 +5,7 @@ their path find it. A right key only proves who speaks; whether the attempt stil
 to check.
 """
 
+import functools
 import hmac
 import os
 import secrets
@@ -84,5 +85,6 @@ def _key(secret: bytes, scope: str, subject: str) -> str:
     return f"fk-{scope}-{subject}-{_digest(secret, scope, subject)}"
 
 
+@functools.lru_cache(4096)  # an attempt shows the same key with every call
 def _digest(secret: bytes, scope: str, subject: str) -> str:
     return hmac.digest(secret, f"{scope}|{subject}".encode(), "sha256").hex()[:_HEX]
