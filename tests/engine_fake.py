@@ -59,6 +59,7 @@ class FakeEngine:
         app = web.Application(middlewares=[self._note])
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/completions", self._prompt_logprobs)
+        app.router.add_post("/tokenize", self._tokenize)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._plain)
         app.router.add_get("/version", self._version)
@@ -122,6 +123,12 @@ class FakeEngine:
             values = [v + 0.5 for v in values]
         entries = [None, *({str(i): {"logprob": v}} for i, v in zip(ids[1:], values[1:], strict=True))]
         return web.json_response({"choices": [{"prompt_logprobs": entries}]})
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        """One token per message, and one per tool."""
+        body = await request.json()
+        count = len(body["messages"]) + len(body.get("tools", ()))
+        return web.json_response({"count": count, "max_model_len": 4096, "tokens": [0] * count})
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "forge", "max_model_len": 2048}]})

@@ -24,7 +24,7 @@ from forge_server.proxy.dialects.responses import RESPONSES
 Body = dict[str, Any]
 
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
-SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
+SCHEMA: Body = {"type": "object", "properties": {"a": {"type": "string"}}}
 
 
 def chat(*history: Body, **more: Any) -> Body:
@@ -53,9 +53,9 @@ def google_tools(**config: Any) -> Body:
     return google(tools=tools, toolConfig={"functionCallingConfig": config})
 
 
-RESPONSES_TOOL = {"type": "function", "name": "f", "parameters": SCHEMA}
-CHAT_TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
-CLAUDE_TOOL = {"name": "f", "input_schema": SCHEMA}
+RESPONSES_TOOL: Body = {"type": "function", "name": "f", "parameters": SCHEMA}
+CHAT_TOOL: Body = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
+CLAUDE_TOOL: Body = {"name": "f", "input_schema": SCHEMA}
 
 REFUSED: list[tuple[Dialect, Body, str]] = [
     # missing and of the wrong type
@@ -272,12 +272,12 @@ def deep(name: str, value: Any) -> list[Body]:
             claude(metadata=value),
         ]
     if name == "gemini":
-        declared = [{"functionDeclarations": [{"name": "f", key: schema}]} for key in ("parameters",)]
-        call = {"functionCall": {"name": "f", "args": {"a": value}}}
-        result = {"functionResponse": {"name": "f", "response": {"a": value}}}
+        declared = [{"functionDeclarations": [{"name": "f", "parameters": schema}]}]
+        asked: Body = {"functionCall": {"name": "f", "args": {"a": value}}}
+        told: Body = {"functionResponse": {"name": "f", "response": {"a": value}}}
         return [
             google(tools=declared),
-            google({"role": "model", "parts": [call]}, {"role": "user", "parts": [result]}),
+            google({"role": "model", "parts": [asked]}, {"role": "user", "parts": [told]}),
             google(labels=value),
         ]
     return [{"model": "m", "prompt": "hi", "metadata": value}]
@@ -384,7 +384,7 @@ def test_images_become_parts_of_the_chat() -> None:
 
 # --- chance ---
 
-JUNK = st.sampled_from(
+JUNK: st.SearchStrategy[Any] = st.sampled_from(
     [
         *(None, True, -1, 0, 1.5, 2**70, "", "x", "user", "auto", "\x00"),
         *([], [None], [[]], [{"role": "user"}], [{"type": "function_call"}]),

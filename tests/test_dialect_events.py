@@ -319,4 +319,5 @@ def test_a_full_window_is_told_in_the_words_that_clients_know() -> None:
     assert msgspec.json.decode(RESPONSES.error(full))["error"]["code"] == "context_length_exceeded"
     assert sse(RESPONSES.error_event(full))[0][1]["response"]["error"]["code"] == "context_length_exceeded"
     assert msgspec.json.decode(MESSAGES.error(full))["error"]["message"].startswith("prompt is too long")
+    assert "token count exceeds" in msgspec.json.decode(GEMINI.error(full))["error"]["message"]
     assert CHAT.error is RESPONSES.error

@@ -33,8 +33,8 @@ def answers(draw: st.DrawFn) -> Completion:
         else:
             text = json.dumps(draw(ARGUMENTS), indent=draw(st.sampled_from([None, 1])))
         calls.append((name, text))
-    text = draw(TEXT if not calls else st.none() | TEXT)
-    return completion(text, *calls, reasoning=draw(st.none() | TEXT))
+    spoken = draw(TEXT if not calls else st.none() | TEXT)
+    return completion(spoken, *calls, reasoning=draw(st.none() | TEXT))
 
 
 def like(message: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import pytest
 from engine_fake import CHAT, FakeEngine
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import Raw
 
 from forge_server.domain.call import count_fault
 from forge_server.domain.engine import EngineRefused, EngineUnavailable
@@ -74,6 +75,12 @@ async def test_prompt_ids_that_disagree_with_usage_are_left_out(
 ) -> None:
     fake.chat_answer = {**CHAT, "prompt_token_ids": [1, 2]}
     assert (await client.chat(BODY, request_id="r")).prompt_ids is None
+
+
+async def test_tokens_are_counted_by_the_engine(fake: FakeEngine, client: EngineClient) -> None:
+    message, tool = Raw(b'{"role":"user","content":"hi"}'), Raw(b'{"type":"function","function":{"name":"f"}}')
+    assert await client.count_tokens([message], []) == 1
+    assert await client.count_tokens([message, message], [tool]) == 3
 
 
 async def test_null_logprob_becomes_nan_and_is_a_count_fault(fake: FakeEngine, client: EngineClient) -> None:

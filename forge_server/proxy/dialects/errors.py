@@ -40,6 +40,7 @@ def anthropic_error(refusal: Refusal) -> bytes:
 def gemini_error(refusal: Refusal) -> bytes:
     """generateContent and its kin."""
     status = _GEMINI.get(refusal.status, "INTERNAL")
-    return msgspec.json.encode(
-        {"error": {"code": refusal.status, "message": refusal.message, "status": status}}
-    )
+    message = refusal.message
+    if refusal.code == "context_length_exceeded":
+        message = f"The input token count exceeds the maximum number of tokens allowed: {message}"
+    return msgspec.json.encode({"error": {"code": refusal.status, "message": message, "status": status}})
