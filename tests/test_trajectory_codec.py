@@ -60,6 +60,14 @@ def make_call(seq: int, prompt: list[int], completion: list[int]) -> Call:
     )
 
 
+@given(st.lists(st.tuples(st.integers(0, 20), TOKENS), max_size=8))
+def test_digests_of_a_session_are_those_of_its_prompts(turns: list[tuple[int, list[int]]]) -> None:
+    digests, prompt = codec.PromptDigests(), np.empty(0, np.int32)
+    for kept, further in turns:  # prompts grow, branch off, repeat and shrink
+        prompt = np.concatenate([prompt[:kept], np.array(further, np.int32)])
+        assert digests.of(prompt) == codec.digest(prompt)
+
+
 @given(TOKENS, TOKENS, st.lists(st.floats(width=32, allow_nan=True), max_size=20), st.data())
 def test_a_blob_gives_back_what_went_in(
     prompt: list[int], completion: list[int], logprobs: list[float], data: st.DataObject

@@ -226,7 +226,9 @@ class Calls:
             (record.ANSWERED, end_row),
         ]
         if placement is not None:
-            rows.append((call_tokens, record.tokens(flight, result, placement, passage.version)))
+            rows.append(
+                (call_tokens, record.tokens(flight, result, placement, passage.version, session.digests))
+            )
         rows.append((record.RESPONSE, {"b_id": flight.id, "b_response": key}))
         answer = Answer(flight.id, flight.digest, completion, Delivery.UNKNOWN)
         try:

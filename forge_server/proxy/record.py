@@ -154,9 +154,11 @@ def withheld(flight: Flight, why: str) -> Row:
     }
 
 
-def tokens(flight: Flight, result: ChatResult, placement: Placement, version: int) -> Row:
+def tokens(
+    flight: Flight, result: ChatResult, placement: Placement, version: int, digests: codec.PromptDigests
+) -> Row:
     """The row of ``call_tokens``; only for a result with ids. Its delivery stays unknown for the time
-    being."""
+    being. ``digests`` are the session's."""
     assert result.prompt_ids is not None and result.completion_ids is not None
     spans = (VersionSpan(version, 0, result.completion_ids.size),)
     return {
@@ -164,7 +166,7 @@ def tokens(flight: Flight, result: ChatResult, placement: Placement, version: in
         "data": codec.encode(
             result.prompt_ids, placement.shared, result.completion_ids, result.logprobs, spans
         ),
-        "prompt_digest": codec.digest(result.prompt_ids),
+        "prompt_digest": digests.of(result.prompt_ids),
     }
 
 

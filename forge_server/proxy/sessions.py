@@ -22,6 +22,7 @@ from forge_server.proxy.flights import Answer, Flight
 from forge_server.proxy.ports import CallPolicy, PolicyLookup, Store
 from forge_server.proxy.replay import Replays
 from forge_server.proxy.transcript import Stored, Transcript
+from forge_server.trajectory.codec import PromptDigests
 from forge_server.trajectory.forest import Forest
 
 log = structlog.get_logger(__name__)
@@ -50,6 +51,7 @@ class Session:
         self.refusal: Refusal | None = None
         self.closed = False
         self.forest = Forest()
+        self.digests = PromptDigests()
         self.replays = Replays()
         self.transcript = Transcript(stored)
         self.flights: set[Flight] = set()

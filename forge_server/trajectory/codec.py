@@ -77,6 +77,23 @@ def digest(prompt: Ids) -> bytes:
     return hashlib.blake2b(np.ascontiguousarray(prompt, "<i4").data, digest_size=16).digest()
 
 
+class PromptDigests:
+    """Digests of one session's prompts: of a prompt that continues the one before, only the rest is hashed."""
+
+    def __init__(self) -> None:
+        self._prompt: Ids = np.empty(0, "<i4")
+        self._hash = hashlib.blake2b(digest_size=16)
+
+    def of(self, prompt: Ids) -> bytes:
+        """What ``digest`` gives."""
+        known = self._prompt.size
+        if not np.array_equal(prompt[:known], self._prompt):
+            known, self._hash = 0, hashlib.blake2b(digest_size=16)
+        self._hash.update(np.ascontiguousarray(prompt[known:], "<i4").data)
+        self._prompt = prompt
+        return self._hash.digest()
+
+
 def encode(
     prompt: Ids, shared: int, completion: Ids, logprobs: Logprobs | None, versions: Sequence[VersionSpan]
 ) -> bytes:
