@@ -112,9 +112,9 @@ def test_after_a_kill_it_starts_again(tmp_path: Path) -> None:
     with up(tmp_path) as process:
         process.kill()
         process.wait(LIMIT_S)
-        assert (tmp_path / "forge-data" / "control.url").exists()  # stale
-        (tmp_path / "forge-data" / "control.url").unlink()
+        stale = (tmp_path / "forge-data" / "control.url").read_text()
     with up(tmp_path) as process:
+        wait(lambda: (tmp_path / "forge-data" / "control.url").read_text() != stale)
         process.terminate()
         assert process.wait(LIMIT_S) == 0
 

@@ -42,6 +42,7 @@ class DataFolder:
             ) from None
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+        (path / ADDRESS).unlink(missing_ok=True)  # of a server that was killed
 
     def __enter__(self) -> Self:
         return self
@@ -61,7 +62,9 @@ class DataFolder:
 
     def tell(self, control_url: str) -> None:
         """Let clients that run beside the folder find the server."""
-        (self.path / ADDRESS).write_text(f"{control_url}\n")
+        fresh = self.path / f"{ADDRESS}.new"
+        fresh.write_text(f"{control_url}\n")
+        fresh.replace(self.path / ADDRESS)
 
     def close(self) -> None:
         """The server is gone. Idempotent."""
