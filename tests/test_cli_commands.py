@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 import pytest
+import sqlalchemy as sa
 from api_rig import attached, line, rig, settings
 from engine_fake import FakeEngine
 
@@ -19,6 +20,7 @@ from forge_server.app import running
 from forge_server.client.http import locate
 from forge_server.client.schemas import RolloutCreate
 from forge_server.domain.errors import ConfigError
+from forge_server.store import tables as t
 
 Forge = Callable[..., "Done"]
 
@@ -331,6 +333,10 @@ async def recorded(tmp_path: Path) -> AsyncIterator[str]:
                 headers={"authorization": f"Bearer {registration.agent_key}"},
             )
             assert answer.status_code == 200, answer.text
+        seen = sa.select(t.calls.c.delivered)
+        async with asyncio.timeout(30):  # that it was delivered is known, and written, a moment later
+            while await api.server.store.read(lambda c: c.execute(seen).scalar_one()) != "yes":  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
         yield registration.rollout_id
 
 
