@@ -45,7 +45,7 @@ from forge_server.trainer.errors import Fenced, RunEnded
 from forge_server.trainer.link import Link
 from forge_server.trajectory import codec
 
-LIMIT_S = 60.0
+LIMIT_S = 150.0
 
 
 async def eventually(check: Callable[[], Any], every_s: float = 0.02) -> Any:

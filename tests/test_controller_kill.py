@@ -22,7 +22,7 @@ from forge_server.domain.errors import CheckpointError
 from forge_server.domain.states import PolicyState
 from forge_server.store import tables as t
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 def _steps_on_disk(folder: Path, run_id: str) -> int:
