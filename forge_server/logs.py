@@ -1,5 +1,6 @@
 """Structured logs on stderr: lines for a terminal, JSON for everything else."""
 
+import contextlib
 import logging
 import sys
 from typing import Any
@@ -7,6 +8,18 @@ from typing import Any
 import structlog
 
 _QUIET = ("apscheduler", "uvicorn", "aiohttp", "alembic", "httpx", "httpcore", "asyncio")
+
+
+class _Stderr:
+    """Writes lines to what stderr is now. A log that cannot be written (a closed terminal, a full disk) is no
+    reason for whoever logs to fail.
+    """
+
+    def msg(self, message: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            print(message, file=sys.stderr, flush=True)
+
+    debug = info = warning = error = critical = exception = msg
 
 
 def configure(level: str, form: str) -> None:
@@ -28,7 +41,7 @@ def configure(level: str, form: str) -> None:
     structlog.configure(
         processors=[*shared, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(number),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=lambda *_: _Stderr(),
         cache_logger_on_first_use=True,
     )
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s %(message)s")
