@@ -78,7 +78,10 @@ async def test_prompt_ids_that_disagree_with_usage_are_left_out(
 
 
 async def test_tokens_are_counted_by_the_engine(fake: FakeEngine, client: EngineClient) -> None:
-    message, tool = Raw(b'{"role":"user","content":"hi"}'), Raw(b'{"type":"function","function":{"name":"f"}}')
+    message, tool = (
+        Raw(b'{"role":"user","content":"hi"}'),
+        Raw(b'{"type":"function","function":{"name":"f"}}'),
+    )
     assert await client.count_tokens([message], []) == 1
     assert await client.count_tokens([message, message], [tool]) == 3
 
