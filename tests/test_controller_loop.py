@@ -227,7 +227,6 @@ async def test_async_generates_ahead_and_no_further_than_the_cap(database_url: s
         figures = [await w.metrics(run_id, b.k) for b in batches]
         assert figures[0]["staleness/max"] == 0 and figures[1]["staleness/max"] == 1
         assert max(f["staleness/max"] for f in figures) <= 1
-        assert sum(f["staleness/dropped"] for f in figures) == 0
         steps = {g.id: g.batch_k - g.step for g in await w.rows(t.groups, t.groups.c.batch_k.is_not(None))}
         assert max(steps.values()) >= 1  # carried over
 

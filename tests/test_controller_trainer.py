@@ -160,3 +160,18 @@ async def test_attach_writes_the_command_for_a_person(tmp_path: Path, job: Train
     assert command.stat().st_mode & 0o077 == 0
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(trainer.wait(), 0.05)
+
+
+async def test_one_that_has_done_its_steps_is_let_go(
+    database_url: str, tmp_path: Path, job: TrainerJob
+) -> None:
+    """A trainer that leaves after the last checkpoint is not started again while its run is still measured."""
+    async with world(database_url, tmp_path) as w:
+        ended = asyncio.Event()
+        keeper = Keeper(w.store, _launcher(tmp_path, _FAILING), job, ended.set, first_backoff_s=0.01)
+        keeper.let_go()
+        async with asyncio.timeout(60):
+            await ended.wait()
+        assert keeper.fault is None
+        assert _starts(job) <= 1
+        await keeper.stop()

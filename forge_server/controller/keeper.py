@@ -47,7 +47,12 @@ class Keeper:
         self._clock = clock
         self._trainer: Trainer | None = None
         self.fault: ForgeError | None = None
+        self._let_go = False
         self._task = asyncio.create_task(self._run(changed))
+
+    def let_go(self) -> None:
+        """The trainer has done all its steps: when it leaves, no other is started."""
+        self._let_go = True
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Stop keeping; the trainer may leave by itself within ``grace_s``, then it is ended."""
@@ -71,12 +76,14 @@ class Keeper:
             changed()
 
     async def _keep(self) -> None:
-        """Until cancelled. Raises TrainerError when the trainer dies again and again without progress."""
+        """Until cancelled or let go. Raises TrainerError when the trainer dies again and again without progress."""
         deaths, trained = 0, await self._trained()
-        while True:
+        while not self._let_go:
             trainer = self._trainer = await self._launcher.launch(self._job)
             reason = await self._watch(trainer)
             await self._launcher.sweep(self._job.run_id)
+            if self._let_go:
+                return
             now_trained = await self._trained()
             deaths = deaths + 1 if now_trained == trained else 1
             trained = now_trained

@@ -22,7 +22,7 @@ from forge_server.controller.swap import Swapper
 from forge_server.domain.engine import EngineUnavailable
 from forge_server.domain.errors import CheckpointError, Conflict, EngineError, ForgeError, StoreError
 from forge_server.domain.events import EventRow, RunPaused, RunResumed
-from forge_server.domain.states import RunState
+from forge_server.domain.states import PolicyState, RunState
 from forge_server.store.database import Store
 
 log = structlog.get_logger(__name__)
@@ -170,14 +170,27 @@ class Controller:
             return False
         if run.kind != "train":
             return await self._rounds.advance(run)
-        if run.base_version is not None:
-            keeper = self._keepers.get(run.id)
+        keeper = self._keepers.get(run.id)
+        if await self._trained_out(run):
+            if keeper is not None:
+                keeper.let_go()
+        elif run.base_version is not None:
             if keeper is None:
                 self._keepers[run.id] = self._make_keeper(run.id, lambda: self._bells.ring(run.id))
             elif keeper.fault is not None:
                 await self._drop_keeper(run.id)
                 raise keeper.fault
         return await steps.advance(run)
+
+    async def _trained_out(self, run: Run) -> bool:
+        """Whether the last step's checkpoint is there: the trainer leaves, and none is needed any more."""
+        versions = await self._policies.versions()
+        return any(
+            version.run_id == run.id
+            and version.step == run.settings.steps
+            and version.state is not PolicyState.REJECTED
+            for version in versions
+        )
 
     async def _busy(self, run: Run) -> bool:
         """Whether an older run has the policy: one at a time trains it or measures it."""
@@ -201,9 +214,11 @@ class Controller:
             log.error("the pause could not be written", run=run_id, reason=str(fault))
 
     async def _drop_keeper(self, run_id: str, grace_s: float = 0.0) -> None:
-        keeper = self._keepers.pop(run_id, None)
+        """Forgotten only once it has ended: a stop of the server in the meantime must still find it."""
+        keeper = self._keepers.get(run_id)
         if keeper is not None:
             await keeper.stop(grace_s)
+            self._keepers.pop(run_id, None)
 
     async def _leave(self, run_id: str) -> None:
         """The run has ended: its trainer is told so by its link and leaves."""
