@@ -13,7 +13,7 @@ from msgspec import UNSET, Raw, UnsetType
 
 from forge_server.domain.turn import Completion, Turn, as_message
 from forge_server.proxy.dialects.base import Dialect, Refusal
-from forge_server.proxy.dialects.errors import openai_error
+from forge_server.proxy.dialects.errors import openai_error, openai_error_event
 from forge_server.proxy.dialects.reading import bad, bounded, check_choice, check_text
 
 
@@ -242,11 +242,6 @@ def keepalive(turn: Turn, id: str, created: int, first: bool) -> bytes:
     return _chunk(turn, id, created, [])
 
 
-def error_event(refusal: Refusal) -> bytes:
-    """An error after the headers of a stream have left."""
-    return b"data: " + openai_error(refusal) + b"\n\n"
-
-
 CHAT = Dialect(
     name="chat",
     read=read,
@@ -254,5 +249,5 @@ CHAT = Dialect(
     events=events,
     keepalive=keepalive,
     error=openai_error,
-    error_event=error_event,
+    error_event=openai_error_event,
 )

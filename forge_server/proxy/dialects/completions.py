@@ -11,7 +11,7 @@ from msgspec import UNSET, Raw, UnsetType
 
 from forge_server.domain.turn import Completion, Turn
 from forge_server.proxy.dialects.base import Dialect, Refusal
-from forge_server.proxy.dialects.errors import openai_error
+from forge_server.proxy.dialects.errors import openai_error, openai_error_event
 from forge_server.proxy.dialects.reading import bad, bounded, check_limit, parse, unsupported
 from forge_server.proxy.dialects.writing import bare, sse
 
@@ -144,11 +144,6 @@ def keepalive(turn: Turn, id: str, created: int, first: bool) -> bytes:
     )
 
 
-def error_event(refusal: Refusal) -> bytes:
-    """An error after the headers of a stream have left."""
-    return b"data: " + openai_error(refusal) + b"\n\n"
-
-
 COMPLETIONS = Dialect(
     name="completions",
     read=read,
@@ -156,5 +151,5 @@ COMPLETIONS = Dialect(
     events=events,
     keepalive=keepalive,
     error=openai_error,
-    error_event=error_event,
+    error_event=openai_error_event,
 )

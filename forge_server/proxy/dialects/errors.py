@@ -44,3 +44,8 @@ def gemini_error(refusal: Refusal) -> bytes:
     if refusal.code == "context_length_exceeded":
         message = f"The input token count exceeds the maximum number of tokens allowed: {message}"
     return msgspec.json.encode({"error": {"code": refusal.status, "message": message, "status": status}})
+
+
+def openai_error_event(refusal: Refusal) -> bytes:
+    """An error after the headers of a stream have left."""
+    return b"data: " + openai_error(refusal) + b"\n\n"
