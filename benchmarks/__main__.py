@@ -30,7 +30,10 @@ class Benchmark(NamedTuple):
 
 BENCHMARKS = {
     "proxy": Benchmark(
-        "proxy.py", ("--latency",), ("--seconds", "1", "--repeat", "1", "--concurrency", "32"), ("gcc", "wrk")
+        "proxy.py",
+        ("--peers", "--latency"),
+        ("--seconds", "1", "--repeat", "1", "--concurrency", "32"),
+        ("gcc", "wrk"),
     ),
     "forest": Benchmark("forest.py", quick=("--repeat", "1")),
     "session": Benchmark("session_size.py"),

@@ -1,6 +1,7 @@
 -- wrk -s proxy_post.lua URL -- BODY KEYS TURNS SPREAD_MS
 -- Plays sessions: each key of KEYS is an attempt that makes TURNS calls, one after the other. A call is BODY with
--- '@TURN@' replaced by the turn's mark (TURN-a, TURN-b, ...) and a text of its own. With
+-- '@TURN@' replaced by the turn's mark (TURN-a, TURN-b, ...) and a text of its own; '@KEY@' in the URL's path
+-- is replaced by the key. With
 -- SPREAD_MS above 0 the connections start at random within that time, so that they do not call in step. Prints one
 -- RESULT line.
 local keys, before, after, turns = {}, "", "", 1
@@ -40,7 +41,7 @@ function request()
   for i = 1, 120 do words[i] = string.format("%x", math.random(0, 0xffffff)) end
   local text = "TURN-" .. string.char(97 + turn) .. " " .. table.concat(words, " ")
   local headers = {["Content-Type"] = "application/json", ["Authorization"] = "Bearer " .. key}
-  return wrk.format("POST", nil, headers, before .. text .. after)
+  return wrk.format("POST", (wrk.path:gsub("@KEY@", key)), headers, before .. text .. after)
 end
 
 function done(summary, latency, requests)
