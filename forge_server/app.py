@@ -254,6 +254,7 @@ class Server:
             self.tasks,
             PlanOptions(
                 model=settings.engine.served_model,
+                window=settings.engine.max_model_len,
                 heartbeat_s=settings.scheduler.heartbeat_s,
                 verify_s=settings.scheduler.verify_s,
                 grace_s=settings.scheduler.grace_s,

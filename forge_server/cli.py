@@ -265,6 +265,14 @@ def harness_show(name: str, config: str | None) -> None:
     harnesses.show(name, config)
 
 
+@harness.command("schema")
+def harness_schema() -> None:
+    """Print the JSON schema of a spec, for editors."""
+    from forge_server.commands import harnesses
+
+    harnesses.schema()
+
+
 @harness.command("try")
 @click.argument("name")
 @click.option("--task", "task_name", help="A registered task (default: write answer.txt).")

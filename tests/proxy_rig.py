@@ -208,8 +208,10 @@ class Rig:
             base_url=self.url, timeout=PATIENCE, headers={"Authorization": f"Bearer {self.key}", **headers}
         )
 
-    async def ask(self, client: httpx.AsyncClient, body: dict[str, Any] | None = None) -> httpx.Response:
-        return await client.post(f"/a/{self.attempt}/v1/chat/completions", json=body or hello())
+    async def ask(
+        self, client: httpx.AsyncClient, body: dict[str, Any] | None = None, **options: Any
+    ) -> httpx.Response:
+        return await client.post(f"/a/{self.attempt}/v1/chat/completions", json=body or hello(), **options)
 
     async def rows(self) -> list[Any]:
         query = sa.select(t.calls).where(t.calls.c.attempt_id == self.attempt).order_by(t.calls.c.seq)

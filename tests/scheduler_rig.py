@@ -196,7 +196,9 @@ async def rig(
         it.run_id = await _run_and_task(it, run or {})
         all_specs = {**load_all([assets.folder("harness_specs")]), **(specs or {})}
         limits = PlanOptions(
-            model="forge", **{"heartbeat_s": 0.5, "grace_s": 0.5, "verify_s": 20.0, **(plan or {})}
+            model="forge",
+            window=32768,
+            **{"heartbeat_s": 0.5, "grace_s": 0.5, "verify_s": 20.0, **(plan or {})},
         )
         plans = Plans(it.store, all_specs, tasks or Tasks(), limits)
         path = folder / "pod.sock"

@@ -20,7 +20,18 @@ from forge_server.domain.run import RunEval, RunSettings
 from forge_server.domain.sample import BreakReason
 from forge_server.domain.states import PolicyState, Untrainable
 from forge_server.engine.managed import ManagedSpec, command, environment
-from forge_server.harness.spec import PLACEHOLDERS, FileSpec, Install, Limits, Normalise, SideCall, Spec
+from forge_server.harness.spec import (
+    PLACEHOLDERS,
+    Ends,
+    FileSpec,
+    Install,
+    Limits,
+    Normalise,
+    Removal,
+    SideCall,
+    Spec,
+    SubAgents,
+)
 from forge_server.settings import LocalSettings, Section, ServerSettings, Settings
 from forge_server.trajectory.attempt import Fault
 
@@ -172,7 +183,7 @@ def test_every_problem_type_is_told() -> None:
 
 def test_every_key_of_a_spec_is_told() -> None:
     text = page("harnesses")
-    for kind in (Spec, Install, FileSpec, SideCall, Normalise, Limits):
+    for kind in (Spec, Install, FileSpec, SideCall, Normalise, Removal, Limits, SubAgents, Ends):
         for name in kind.__struct_fields__:
             assert f"`{name}`" in text, f"{kind.__name__}.{name}"
     for name in PLACEHOLDERS:

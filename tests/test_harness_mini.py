@@ -32,7 +32,15 @@ def bash(command):
 def run(mini, tmp_path, script):
     spec, env = mini
     limits = PlanLimits(
-        model="forge", heartbeat_s=5, agent_s=300, verify_s=60, grace_s=1, pids=256, memory_mb=0
+        model="forge",
+        heartbeat_s=5,
+        agent_s=300,
+        verify_s=60,
+        grace_s=1,
+        pids=256,
+        memory_mb=0,
+        window=32768,
+        output=4096,
     )
     task = TaskInput(instruction="Copy the {word}.", files=(TaskFile(path="word.txt", content=b"plum"),))
     plan = msgspec.to_builtins(build_plan(spec, task, limits))

@@ -1,8 +1,11 @@
 """Specs: a mistake names file, line and mend. Rules: what is taken out and what is labelled."""
 
+import json
+
 import pytest
 
 from forge_server import assets
+from forge_server.commands import harnesses
 from forge_server.domain.errors import NotFound, SpecError
 from forge_server.harness.load import load_all, parse
 from forge_server.harness.plan import PlanLimits, TaskFile, TaskInput, build_plan
@@ -26,6 +29,10 @@ normalise:
   drop_keys: [cache_control]
   join_text: true
 limits: {pids: 9}
+sub_agents: {header: x-agent-id, parent_header: x-parent-id}
+ends: {ok: [0, 3], note: three means that it gave up}
+append_only: false
+known_limits: [A clock in the system prompt changes with every call.]
 """
 
 
@@ -52,6 +59,15 @@ def test_a_good_spec():
         (("name: h", "name: H h"), 1, "not made of lower case letters"),
         (("api: chat", "api: chat\napi: chat"), 4, "key 'api' is given twice"),
         (("argv: [run", "argv: [run,, "), 4, "not YAML"),
+        (("{header: x-agent-id", "{headr: x-agent-id"), 18, "did you mean 'header'?"),
+        (
+            ("{header: x-agent-id", "{header: X-Agent-Id"),
+            18,
+            "header 'X-Agent-Id' is not written in lower case",
+        ),
+        (("{ok: [0, 3]", "{ok: [zero]"), 19, "ends.ok.0: expected `int`"),
+        (("known_limits: [A", "looks_up: [A"), 1, "say in known_limits what changes"),
+        (("api: chat", "api: chat\nwindow_margin: -1"), 1, "window_margin is below 0"),
         (("path: .config/h.json", "path: ../h.json"), 8, "leads out of the home folder"),
         (('argv: [run, "{instruction}"]', "argv: []"), 1, "argv is empty"),
         (("summary: a harness\n", ""), 1, "missing required field `summary`"),
@@ -140,16 +156,70 @@ def test_what_moves_is_taken_out():
     assert repr(given) == kept
 
 
+def test_an_agent_is_named_by_its_headers():
+    rules = Rules(parse(GOOD, where="x"))
+    assert rules.agent({b"x-agent-id": b"a" * 200, b"x-parent-id": b"p", b"x-other": b"o"}) == {
+        "agent": "a" * 100,
+        "parent_agent": "p",
+    }
+    assert rules.agent({b"x-agent-id": b""}) == rules.agent({}) == {}
+
+
+def test_the_schema_is_that_of_the_spec(capsys):
+    harnesses.schema()
+    schema = json.loads(capsys.readouterr().out)
+    spec = schema["$defs"][schema["$ref"].rpartition("/")[2]]
+    assert {"sub_agents", "known_limits", "argv"} <= spec["properties"].keys()
+    assert spec["additionalProperties"] is False and set(spec["required"]) == {
+        "name",
+        "summary",
+        "api",
+        "argv",
+    }
+
+
 def test_without_rules_nothing_is_touched():
     rules = Rules(load_all([assets.folder("harness_specs")])["react"])
     messages = [{"role": "user", "content": "x"}]
     assert rules.normalise(messages) is messages
     assert rules.label(messages, []) == ""
+    assert rules.agent({b"x-agent-id": b"a"}) == {} and not rules.looks_inside
+
+
+def test_a_plan_tells_the_window():
+    text = GOOD.replace('"key":', '"window": {window}, "key":').replace(
+        '"{base_url}"', '"{output} of {window}"'
+    )
+    spec = parse(text.replace("api: chat", "api: chat\nwindow_margin: 96"), where="x")
+    limits = PlanLimits(
+        model="m",
+        heartbeat_s=5,
+        agent_s=60,
+        verify_s=20,
+        grace_s=1,
+        pids=64,
+        memory_mb=256,
+        window=4096,
+        output=9999,
+    )
+    plan = build_plan(spec, TaskInput(instruction="the {window}"), limits)
+    assert plan.files[0].content.startswith('{"window": 4000, "key": "{agent_key}"')
+    assert plan.env == {"BASE": "4000 of 4000"} and plan.instruction == "the {window}"
 
 
 def test_a_plan_takes_the_shorter_time_and_the_tasks_size():
     spec = parse(GOOD, where="x")
-    limits = PlanLimits(model="m", heartbeat_s=5, agent_s=60, verify_s=20, grace_s=1, pids=64, memory_mb=256)
+    limits = PlanLimits(
+        model="m",
+        heartbeat_s=5,
+        agent_s=60,
+        verify_s=20,
+        grace_s=1,
+        pids=64,
+        memory_mb=256,
+        window=4096,
+        output=1024,
+    )
     task = TaskInput(
         instruction="i {home}", files=(TaskFile(path="a", content=b"\x00"),), agent_s=90, verify_s=99
     )

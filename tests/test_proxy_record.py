@@ -1,7 +1,7 @@
 """Recording (I1, I2): what is in the database when, and what is stored of a call."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import msgspec
@@ -365,19 +365,25 @@ async def test_an_answer_that_a_weight_update_aborted_is_sampled_again(proxy: Ri
 
 async def test_side_calls_are_labelled_and_not_trained(database_url: str) -> None:
     class Rules:
+        looks_inside = True
+
         def normalise(self, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
             return [{**m, "content": m["content"].replace("<volatile>", "")} for m in given]
 
         def label(self, given: Any, tools: Any) -> str:
             return "title" if "title" in given[0]["content"] else ""
 
+        def agent(self, headers: Mapping[bytes, bytes]) -> dict[str, str]:
+            return {"agent": "worker"} if b"x-agent" in headers else {}
+
     async with rig(database_url, rules=Rules()) as proxy:
         async with proxy.client() as client:
             await proxy.ask(client, hello("a title<volatile>"))
-            await proxy.ask(client, hello("work"))
+            await proxy.ask(client, hello("work"), headers={"X-Agent": "worker"})
         side, work = await proxy.rows()
         assert (side.label, side.untrainable) == ("title", Untrainable.SIDE_CALL)
         assert (work.label, work.untrainable) == ("", None)
+        assert (side.flags, work.flags) == (None, {"agent": "worker"})
         request = await proxy.store.read(lambda c: messages.request_of(c, side.id))
         assert request == ([], [{"role": "user", "content": "a title"}])
 

@@ -34,7 +34,7 @@ async def attempt(tmp_path, tasks=None):
         await it.lifecycle.apply(e.AttemptQueued(attempt_id="at-1", rollout_id=it.rollout, backend="local"))
         await it.lifecycle.apply(e.AttemptLaunching(attempt_id="at-1", startup_s=60))
         specs = load_all([assets.folder("harness_specs")])
-        plans = Plans(it.store, specs, tasks or Tasks(), PlanOptions(model="forge"))
+        plans = Plans(it.store, specs, tasks or Tasks(), PlanOptions(model="forge", window=32768))
         it.receipts = Receipts()
         routes = pod_routes(it.lifecycle, it.receipts, plans, it.store, it.secret)
         app = Litestar(routes, exception_handlers=HANDLERS)

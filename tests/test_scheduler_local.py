@@ -48,7 +48,17 @@ async def test_attempts_run_and_are_rewarded(tmp_path):
 async def test_a_task_is_validated_in_the_sandbox(tmp_path):
     verify = {"answer_file": "answer.txt", "equals": "plum"}
     line = {"name": "a", "instruction": "Write plum.", "verify": verify}
-    limits = PlanLimits(model="m", heartbeat_s=1, agent_s=60, verify_s=20, grace_s=1, pids=64, memory_mb=256)
+    limits = PlanLimits(
+        model="m",
+        heartbeat_s=1,
+        agent_s=60,
+        verify_s=20,
+        grace_s=1,
+        pids=64,
+        memory_mb=256,
+        window=4096,
+        output=1024,
+    )
     async with rig(tmp_path) as it:
         found = await validate(read_line(line, "line 1"), LocalTrials(it.backend, limits))
     assert (found.gold_reward, found.idle_reward, found.faults) == (1.0, 0.0, ())

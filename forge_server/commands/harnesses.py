@@ -20,9 +20,8 @@ def _specs(config: str | None) -> dict[str, Spec]:
 
 
 def listing(config: str | None, as_json: bool) -> None:
-    out.rows(
-        list(_specs(config).values()), ("name", "api", "summary"), as_json, empty="no harness specs found"
-    )
+    columns = ("name", "version", "api", "append_only", "verified", "summary")
+    out.rows(list(_specs(config).values()), columns, as_json, empty="no harness specs found")
 
 
 def show(name: str, config: str | None) -> None:
@@ -30,6 +29,12 @@ def show(name: str, config: str | None) -> None:
     if name not in specs:
         raise NotFound(f"there is no harness {name!r}", mend=f"known: {', '.join(sorted(specs))}")
     print(yaml.safe_dump(msgspec.to_builtins(specs[name]), sort_keys=False, allow_unicode=True), end="")
+
+
+def schema() -> None:
+    """The JSON schema of a spec, for editors."""
+    described = {"$schema": "https://json-schema.org/draft/2020-12/schema"} | msgspec.json.schema(Spec)
+    print(msgspec.json.format(msgspec.json.encode(described), indent=2).decode())
 
 
 TASKSET = "try"

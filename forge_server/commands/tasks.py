@@ -65,6 +65,8 @@ async def _validate(tasks: list[Task], settings: config_tree.Settings, as_json: 
         grace_s=settings.scheduler.grace_s,
         pids=settings.local.pids,
         memory_mb=settings.local.memory_mb,
+        window=settings.engine.max_model_len,
+        output=settings.engine.max_model_len,
     )
     found = []
     with tempfile.TemporaryDirectory(prefix="forge-validate-") as folder:

@@ -39,6 +39,8 @@ class PlanLimits(msgspec.Struct, frozen=True, kw_only=True):
     grace_s: float
     pids: int
     memory_mb: int
+    window: int  # tokens of prompt and completion of one call
+    output: int  # tokens of the completion of one call
 
 
 class PlanFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,17 +80,28 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def build_plan(spec: Spec, task: TaskInput, limits: PlanLimits) -> Plan:
-    """The plan of an attempt: of two time limits the shorter counts, of two size limits the task's."""
+    """The plan of an attempt: of two time limits the shorter counts, of two size limits the task's.
+
+    ``{window}`` and ``{output}`` are filled in here, the other placeholders by the runner.
+    """
+    window = max(limits.window - spec.window_margin, 1)
+    tokens = {"{window}": str(window), "{output}": str(min(limits.output, window))}
+
+    def fill(text: str) -> str:
+        for placeholder, value in tokens.items():
+            text = text.replace(placeholder, value)
+        return text
+
     return Plan(
-        argv=spec.argv,
-        env=spec.env,
-        files=tuple(PlanFile(path=f.path, content=f.content, mode=int(f.mode, 8)) for f in spec.files),
+        argv=tuple(fill(part) for part in spec.argv),
+        env={name: fill(value) for name, value in spec.env.items()},
+        files=tuple(PlanFile(path=f.path, content=fill(f.content), mode=int(f.mode, 8)) for f in spec.files),
         workdir=task.workdir,
         task_files=tuple(
             PlanTaskFile(path=f.path, content_b64=base64.b64encode(f.content).decode(), mode=f.mode)
             for f in task.files
         ),
-        stdin=spec.stdin,
+        stdin=None if spec.stdin is None else fill(spec.stdin),
         instruction=task.instruction,
         model=limits.model,
         heartbeat_s=limits.heartbeat_s,

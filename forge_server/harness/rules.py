@@ -1,16 +1,17 @@
-"""The rules of one spec applied to requests: what is taken out, and which calls are side calls.
+"""The rules of one spec applied to requests: what is taken out, which calls are side calls, which agent asks.
 
 Both are data of the spec, never heuristics of ours, and pure: the same request always gives the same answer.
 Messages and tools are decoded, in OpenAI chat shape; what is given is not changed.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from forge_server.harness.spec import SideCall, Spec
 
 Message = dict[str, Any]
+_NAME = 100  # letters kept of an agent's name
 
 
 class Rules:
@@ -21,7 +22,12 @@ class Rules:
         self._drop = frozenset(spec.normalise.drop_keys)
         self._join = spec.normalise.join_text
         self._side = [(r, re.compile(r.system), re.compile(r.user)) for r in spec.side_calls]
-        self.max_hold_s = spec.max_hold_s
+        named = spec.sub_agents
+        self._names = (
+            {"agent": named.header.encode(), "parent_agent": named.parent_header.encode()} if named else {}
+        )
+        self.looks_inside = bool(self._remove or self._drop or self._join or self._side)
+        """Whether messages must be decoded at all."""
 
     def normalise(self, messages: list[Message]) -> list[Message]:
         """The messages without what the harness injects and changes from call to call."""
@@ -39,6 +45,14 @@ class Rules:
             if _holds(rule, tools) and in_system.search(system) and in_user.search(user):
                 return rule.label
         return ""
+
+    def agent(self, headers: Mapping[bytes, bytes]) -> dict[str, str]:
+        """``agent`` and ``parent_agent`` as the request's headers (names in lower case) tell them, if they do."""
+        return {
+            flag: headers[name].decode("latin-1")[:_NAME]
+            for flag, name in self._names.items()
+            if headers.get(name)
+        }
 
     def _message(self, message: Message) -> Message:
         changed = {key: value for key, value in message.items() if key not in self._drop}

@@ -1,6 +1,7 @@
 """The schema of ``harness_specs/NAME/spec.yaml``: how one harness is launched against the proxy, as data.
 
-Placeholders in ``argv``, ``env``, ``stdin`` and file contents are filled in by the runner, once:
+Placeholders in ``argv``, ``env``, ``stdin`` and file contents are filled in once. ``{window}`` and ``{output}``
+are numbers of tokens that the plan holds already (``harness.plan``); the rest is the runner's:
 ``{base_url}`` (of the relay, without ``/v1``), ``{agent_key}``, ``{model}``, ``{instruction}``,
 ``{workdir}``, ``{home}``, ``{env}`` (where ``install`` put things), ``{python}`` and ``{forge}`` (our own
 packed programs).
@@ -23,6 +24,8 @@ PLACEHOLDERS = (
     "env",
     "python",
     "forge",
+    "window",
+    "output",
 )
 _BRACED = re.compile(r"\{([a-z_]+)\}")
 
@@ -92,6 +95,30 @@ class Limits(Part, frozen=True, kw_only=True):
     memory_mb: int = 0
 
 
+class SubAgents(Part, frozen=True, kw_only=True):
+    """Request headers, in lower case, that name the agent that asks and the one that started it."""
+
+    header: str
+    parent_header: str = ""
+
+    def __post_init__(self) -> None:
+        for name in (self.header, self.parent_header):
+            if not re.fullmatch(r"[a-z0-9-]*", name):
+                raise ValueError(f"header {name!r} is not written in lower case letters, digits and hyphens")
+        if not self.header:
+            raise ValueError("header is empty")
+
+
+class Ends(Part, frozen=True, kw_only=True):
+    """Exit codes: of a task that is done, after one 400 that ends the attempt, and when the model server stays
+    dead. For people and tests: an exit code alone never decides an outcome."""
+
+    ok: tuple[int, ...] = (0,)
+    refused: tuple[int, ...] = (1,)
+    model_dead: tuple[int, ...] = (1,)
+    note: str = ""
+
+
 class Spec(Part, frozen=True, kw_only=True):
     """One harness."""
 
@@ -99,14 +126,22 @@ class Spec(Part, frozen=True, kw_only=True):
     summary: str
     api: Literal["chat", "completions", "responses", "messages", "gemini"]
     argv: tuple[str, ...]
+    version: str = ""  # of the harness, pinned
+    verified: bool = True  # False: written from its documentation, never run
     install: Install | None = None  # None: it ships with forge-server
     env: dict[str, str] = {}
     files: tuple[FileSpec, ...] = ()
     stdin: str | None = None  # None: an empty one
+    window_margin: int = 0  # tokens that {window} stays below the engine's window
     max_hold_s: float = 600.0  # how long a call may be held before the harness gives up on it
     side_calls: tuple[SideCall, ...] = ()
     normalise: Normalise = Normalise()
     limits: Limits = Limits()
+    sub_agents: SubAgents | None = None  # None: its requests do not tell
+    ends: Ends = Ends()
+    append_only: bool = True  # every request of a conversation extends the one before, once normalised
+    looks_up: tuple[str, ...] = ()  # hosts that it tries to reach even so
+    known_limits: tuple[str, ...] = ()  # sentences
 
     def __post_init__(self) -> None:
         if not self.argv:
@@ -117,6 +152,10 @@ class Spec(Part, frozen=True, kw_only=True):
             for name in _BRACED.findall(text):
                 if name not in PLACEHOLDERS:
                     raise ValueError(f"unknown placeholder {{{name}}}; known: {', '.join(PLACEHOLDERS)}")
+        if not self.append_only and not self.known_limits:
+            raise ValueError("append_only is false: say in known_limits what changes from call to call")
+        if self.window_margin < 0:
+            raise ValueError("window_margin is below 0")
         if self.install is None and any("{env}" in text for text in (*self.argv, *self.env.values())):
             raise ValueError("{env} is used but nothing is installed")
 

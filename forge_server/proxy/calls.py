@@ -26,9 +26,10 @@ from forge_server.proxy import record, rules, sampling
 from forge_server.proxy.dialects.base import Refusal
 from forge_server.proxy.flights import Answer, Flight
 from forge_server.proxy.hold import Gate
+from forge_server.proxy.identity import Headers
 from forge_server.proxy.ports import BudgetExceeded, Engine, EngineGaveUp, Store, VersionSource
 from forge_server.proxy.recall import completion_id
-from forge_server.proxy.replay import Marks
+from forge_server.proxy.replay import marks_of
 from forge_server.proxy.sessions import Session
 from forge_server.store import messages
 from forge_server.store.tables import call_messages, call_tokens, calls
@@ -73,7 +74,7 @@ class Calls:
         self._late: set[asyncio.Task[None]] = set()
 
     async def begin(
-        self, session: Session, dialect: str, turn: Turn, marks: Marks
+        self, session: Session, dialect: str, turn: Turn, headers: Headers
     ) -> tuple[Flight | Answer, bool]:
         """The call that serves this request, and whether it is its own (or an earlier one's).
 
@@ -81,7 +82,9 @@ class Calls:
         """
         if session.refusal is not None:
             raise session.refusal
-        turn, label = rules.apply(turn, session.policy.rules)
+        harness = session.policy.rules
+        turn, label = rules.apply(turn, harness)
+        marks = marks_of(headers)
         digest, keys = session.transcript.identify(turn)
         repeated = session.replays.find(digest, marks)
         if repeated is not None:
@@ -98,6 +101,8 @@ class Calls:
         session.calls += 1
         flight = Flight(self._ids.next(), session.take_seq(), dialect, digest, turn, self._clock())
         flight.label, flight.watchers = label, 1
+        if harness is not None:
+            flight.flags = harness.agent(headers)
         session.flights.add(flight)
         session.replays.took_off(flight, marks)
         flight.task = asyncio.create_task(self._fly(session, flight, keys), name=f"call {flight.id}")
@@ -158,6 +163,7 @@ class Calls:
             seq=flight.seq,
             tokens_left=policy.max_tokens - session.tokens,
         )
+        pinned.flags.update(flight.flags)
         packed, fresh = session.transcript.pack(flight.turn, keys)
         intent: record.Rows = [(messages.INTERN, row) for row in fresh]
         intent.append((calls, record.intent(session.attempt_id, flight, policy)))

@@ -49,6 +49,7 @@ class Flight:
         "began_at",
         "dialect",
         "digest",
+        "flags",
         "id",
         "label",
         "seq",
@@ -62,6 +63,7 @@ class Flight:
         self.id, self.seq, self.dialect, self.digest = id, seq, dialect, digest
         self.turn, self.began_at = turn, began_at
         self.label = ""
+        self.flags: dict[str, str] = {}
         self.watchers = 0
         self.stopped: tuple[CallEnd, Refusal] | None = None
         self.task: asyncio.Task[Answer]

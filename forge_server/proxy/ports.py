@@ -1,6 +1,6 @@
 """What the proxy needs of the rest, stated as protocols; ``app`` hands the real things in."""
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
@@ -52,12 +52,22 @@ class VersionSource(Protocol):
 class CallRules(Protocol):
     """The rules of one harness spec; messages and tools are decoded, in OpenAI chat shape."""
 
+    @property
+    def looks_inside(self) -> bool:
+        """Whether messages must be decoded at all."""
+        ...
+
     def normalise(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The messages without what the harness injects and changes from call to call."""
         ...
 
     def label(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> str:
         """The label of a side call, or an empty string."""
+        ...
+
+    def agent(self, headers: Mapping[bytes, bytes]) -> dict[str, str]:
+        """What the headers of a request, names in lower case, tell about the agent that asks: flags of the
+        call."""
         ...
 
 

@@ -31,7 +31,6 @@ from forge_server.proxy.flights import Answer, Flight
 from forge_server.proxy.identity import Headers, headers_of, key_of
 from forge_server.proxy.ports import AgentKeys
 from forge_server.proxy.recall import completion_id
-from forge_server.proxy.replay import marks_of
 from forge_server.proxy.sessions import Session, Sessions
 
 log = structlog.get_logger(__name__)
@@ -194,7 +193,7 @@ class InferenceRoutes:
         relayed = _RELAY_CALL in headers
         if relayed and _RELAY_READ in headers:
             session.receipts([int(call) for call in headers[_RELAY_READ].split() if call.isdigit()], ())
-        served, own = await self._calls.begin(session, dialect.name, turn, marks_of(headers))
+        served, own = await self._calls.begin(session, dialect.name, turn, headers)
         call_id = served.id if isinstance(served, Flight) else served.call_id
         stream = _Stream(send, dialect, turn, [(_CALL, b"%d" % call_id)] if relayed else [])
         connection: Connection | None = scope.get("extensions", {}).get(EXTENSION)

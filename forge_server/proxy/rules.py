@@ -10,7 +10,7 @@ from forge_server.proxy.ports import CallRules
 def apply(turn: Turn, rules: CallRules | None) -> tuple[Turn, str]:
     """The turn without what the harness injects, and its label. Messages that no rule changes keep their
     bytes."""
-    if rules is None:
+    if rules is None or not rules.looks_inside:
         return turn, ""
     given = [msgspec.json.decode(message) for message in turn.messages]
     tools = [msgspec.json.decode(tool) for tool in turn.tools]

@@ -29,9 +29,10 @@ class TaskFiles(Protocol):
 
 
 class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The server's limits, used where neither task nor spec has one. Seconds, processes, MiB."""
+    """The server's limits, used where neither task nor spec has one. Tokens, seconds, processes, MiB."""
 
     model: str
+    window: int
     heartbeat_s: float = 5.0
     verify_s: float = 120.0
     grace_s: float = 5.0
@@ -71,6 +72,8 @@ class Plans:
             grace_s=options.grace_s,
             pids=options.pids,
             memory_mb=options.memory_mb,
+            window=options.window,
+            output=settings.max_completion_tokens,
         )
         plan = build_plan(spec, await self._tasks.input(task_id), limits)
         self._kept[attempt_id] = plan

@@ -32,7 +32,7 @@ class CallPolicies:
         self._rules = {
             name: Rules(spec)
             for name, spec in specs.items()
-            if spec.side_calls or spec.normalise != Normalise()
+            if spec.side_calls or spec.sub_agents or spec.normalise != Normalise()
         }
         self._runs: dict[str, RunSettings] = {}
 
