@@ -122,6 +122,14 @@ def test_the_system_is_read_only_and_the_rest_private(lab):
     assert "WROTE" not in log and "SEES" not in log and "MOUNTED" not in log, log
 
 
+def test_the_agent_can_read_the_system_files(lab):
+    """Its own name, those of this machine and the settings of OpenSSL, without which Node does not start."""
+    script = "id -un; getent hosts localhost; for f in /etc/ssl/*; do [ -f $f ] && cat $f >/dev/null; done; echo read"
+    log = attack(lab, script).log("harness")
+    assert log.splitlines()[0] == "agent" and "localhost forge" in log, log
+    assert log.splitlines()[-1] == "read" and "denied" not in log, log
+
+
 def test_the_relay_is_the_only_door(lab):
     """No address is reachable but the relay, and through it nothing but inference."""
     script = """

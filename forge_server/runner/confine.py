@@ -228,6 +228,7 @@ def bwrap_argv(box: Box, binds: list[tuple[str, str, bool]], *, info: int) -> li
             argv += ["--symlink", os.readlink(name), name]
         elif os.path.isdir(name):
             argv += ["--ro-bind", name, name]
+    argv += ["--perms", "0755", "--dir", "/etc"]  # bubblewrap would make it, and every parent, for root only
     for name in _ETC:
         if os.path.exists(f"/etc/{name}"):
             argv += ["--ro-bind", f"/etc/{name}", f"/etc/{name}"]
@@ -239,10 +240,10 @@ def bwrap_argv(box: Box, binds: list[tuple[str, str, bool]], *, info: int) -> li
     argv += ["--perms", "1777", "--dir", "/var/tmp", "--dir", "/run"]
     shown = [(path, path, False) for path in box.read_only if not path.startswith("/usr/")]
     shown += [(box.forge, FORGE, False), *binds]
-    made = {"/", "/tmp", "/var", "/run"}
+    made = {"/", "/tmp", "/var", "/run", "/etc"}
     for source, place, writable in shown:
         for parent in _parents(place):
-            if parent not in made:  # bubblewrap would make it for root only
+            if parent not in made:
                 made.add(parent)
                 argv += ["--perms", "0755", "--dir", parent]
         argv += ["--bind" if writable else "--ro-bind", source, place]
