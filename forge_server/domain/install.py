@@ -7,8 +7,8 @@ class Install(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Packages of one ecosystem, pinned.
 
     ``pip`` packages go into a virtual environment of Python ``python`` (``"3.12"``; empty: the server's own),
-    ``npm`` packages into a ``node_modules`` that needs at least Node ``node`` (``"22"``). Programs of both
-    end up in the environment's ``bin``.
+    ``npm`` packages into a ``node_modules`` with Node ``node`` (``"24"``; empty: the machine's own) from npm.
+    Programs of both, and ``node``, end up in the environment's ``bin``.
     """
 
     pip: tuple[str, ...] = ()
