@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from forge_server.domain.call import Call, VersionSpan
 from forge_server.domain.states import Delivery, Untrainable
-from forge_server.trajectory import codec
+from forge_server.trajectory import codec, media
 from forge_server.trajectory.codec import CallRow, CorruptRecord
 from forge_server.trajectory.forest import Forest, Placement
 
@@ -31,6 +31,7 @@ def make_row(call: Call, placement: Placement) -> CallRow:
         temperature=call.temperature,
         data=codec.encode(call.prompt, placement.shared, call.completion, call.logprobs, call.versions),
         prompt_digest=codec.digest(call.prompt),
+        media=media.pack(call.media, placement.shared),
     )
 
 
@@ -41,7 +42,8 @@ def rows_of(calls: list[Call], order: list[int] | None = None) -> list[CallRow]:
     for i in order or range(len(calls)):
         call = calls[i]
         forest = forests.setdefault(call.forest_key, Forest())
-        rows[i] = make_row(call, forest.add(call.id, call.prompt, call.completion, call.delivered))
+        placed = forest.add(call.id, call.prompt, call.completion, call.delivered, call.media)
+        rows[i] = make_row(call, placed)
     return [rows[i] for i in range(len(calls))]
 
 

@@ -4,6 +4,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from forge_server.domain.media import Media
 from forge_server.domain.states import Delivery, Untrainable
 
 Ids = npt.NDArray[np.int32]
@@ -23,7 +24,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
     ``prompt`` int32 [P] and ``completion`` int32 [C] are the engine's own ids, end-of-turn token included;
     ``logprobs`` float32 [C] are those of the sampling distribution. ``untrainable`` is None for a call whose
-    completion is to be trained, else the stored reason.
+    completion is to be trained, else the stored reason. ``media``: the images of the prompt, as far as their
+    places are known.
     """
 
     id: int
@@ -38,6 +40,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str
     forest_key: str = ""
     label: str = ""
+    media: Media = ()
 
 
 def count_fault(

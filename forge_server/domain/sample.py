@@ -6,6 +6,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from forge_server.domain.media import Media
+
 
 class BreakReason(StrEnum):
     """Why a sample starts where it does instead of continuing an earlier one."""
@@ -42,6 +44,7 @@ class CallSpan(msgspec.Struct, frozen=True):
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """``tokens`` int32 [n], ``loss_mask`` uint8 [n], ``logprobs`` float32 [n] (0 where the mask is 0),
     ``versions`` int32 [n] (-1 where the mask is 0). ``prompt_len`` is the index of the first trained token.
+    ``media``: the images that stand in ``tokens``.
     """
 
     index: int
@@ -54,6 +57,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     break_reason: BreakReason
     forest_key: str = ""
     truncated: bool = False
+    media: Media = ()
 
     @property
     def min_version(self) -> int:

@@ -31,7 +31,7 @@ class Past(msgspec.Struct, frozen=True):
 
 _LAST_SEQ = sa.select(sa.func.max(t.calls.c.seq)).where(t.calls.c.attempt_id == sa.bindparam("attempt"))
 _CALLS = (
-    sa.select(t.calls, t.call_tokens.c.data, t.call_tokens.c.prompt_digest, t.messages.c.body)
+    sa.select(t.calls, t.call_tokens, t.messages.c.body)
     .outerjoin(t.call_tokens, t.call_tokens.c.call_id == t.calls.c.id)
     .outerjoin(t.call_messages, t.call_messages.c.call_id == t.calls.c.id)
     .outerjoin(

@@ -67,7 +67,9 @@ class Session:
         """Take up what earlier lives of the server recorded."""
         self.next_seq, self.calls, self.tokens = past.taken, past.own, past.tokens
         for call in past.calls:
-            self.confirmed(self.forest.add(call.id, call.prompt, call.completion, call.delivered).confirmed)
+            self.confirmed(
+                self.forest.add(call.id, call.prompt, call.completion, call.delivered, call.media).confirmed
+            )
         for call_id, digest, delivery, completion in past.undelivered:
             if call_id in self.forest:
                 delivery = self.forest.delivery(call_id)

@@ -231,6 +231,16 @@ call_tokens = sa.Table(
         "data", sa.LargeBinary, nullable=False
     ),  # trajectory.codec: prompt delta, completion, logprobs, spans
     sa.Column("prompt_digest", sa.LargeBinary, nullable=False),  # 16 bytes over the full prompt
+    sa.Column("media", sa.LargeBinary),  # trajectory.media: which tokens stand for which image; NULL: none
+)
+
+media = sa.Table(  # content-addressed: one row per distinct image; messages say sha256:HEX in its place
+    "media",
+    metadata,
+    sa.Column("sha256", sa.LargeBinary, primary_key=True),  # 32 bytes
+    sa.Column("media_type", sa.String(32), nullable=False),  # image/png and the like, as it was sent
+    sa.Column("size", sa.Integer, nullable=False),  # bytes
+    sa.Column("data", sa.LargeBinary, nullable=False),  # the file as the harness sent it
 )
 
 messages = sa.Table(  # content-addressed: one row per distinct message, tool list or response

@@ -43,6 +43,8 @@ def write_batch(run: str, k: int, rollouts: Sequence[BatchRollout], seed: int) -
     if not rows:
         raise ValueError("a batch needs a sample")
     samples = [sample for _, sample in rows]
+    if any(sample.media for sample in samples):
+        raise ValueError("a batch carries no images: a call with images in its prompt is not trained")
     groups = list(dict.fromkeys(rollout.group_id for rollout in rollouts))
     spans = [
         (row, span.prompt_end, span.end)

@@ -39,7 +39,8 @@ class StoredSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckedAttempt(msgspec.Struct, frozen=True, kw_only=True):
-    """One attempt with everything that was recorded of it."""
+    """One attempt with everything that was recorded of it. ``images``: SHA-256 of those in the database, as their
+    bytes have it today."""
 
     id: str
     state: str
@@ -48,6 +49,7 @@ class CheckedAttempt(msgspec.Struct, frozen=True, kw_only=True):
     mode: str
     calls: tuple[CheckedCall, ...]
     samples: tuple[StoredSample, ...]
+    images: frozenset[str] = frozenset()
 
 
 class Violation(msgspec.Struct, frozen=True):
@@ -120,6 +122,12 @@ class _Check:
         self.count("tokens.completion", call.completion.size)
         if checked.prompt_len != call.prompt.size and call.untrainable is not Untrainable.COUNT_MISMATCH:
             self.wrong("I2", f"{call.prompt.size} prompt ids, usage says {checked.prompt_len}", call.id)
+        for span in call.media:
+            self.count("images")
+            if span.sha256 not in self.attempt.images:
+                self.wrong("I2", f"image {span.sha256} is not stored, or is another one by now", call.id)
+            if np.unique(call.prompt[span.offset : span.end]).size != 1:
+                self.wrong("I2", f"tokens {span.offset} to {span.end} are not one image's", call.id)
         if call.untrainable is not None:
             return
         fault = count_fault(call.completion, call.logprobs, checked.completion_len or 0)
@@ -148,6 +156,7 @@ class _Check:
                     and np.array_equal(sample.tokens[: span.prompt_end], call.prompt)
                     and np.array_equal(sample.tokens[span.prompt_end : span.end], call.completion[:kept])
                     and np.array_equal(sample.logprobs[span.prompt_end : span.end], call.logprobs[:kept])
+                    and tuple(seen for seen in sample.media if seen.offset < span.prompt_end) == call.media
                 ):
                     self.wrong("I3", f"sample {sample.index} does not hold what the engine saw", call.id)
                 if call.delivered is Delivery.NO:

@@ -18,7 +18,9 @@ import zstandard
 
 from forge_server.domain.call import Call, Ids, Logprobs, VersionSpan
 from forge_server.domain.errors import ForgeError
+from forge_server.domain.media import Media
 from forge_server.domain.states import Delivery, Untrainable
+from forge_server.trajectory import media
 
 FORMAT = 1
 _COUNTS = struct.Struct("<4I")
@@ -52,6 +54,7 @@ class CallRow(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float | None
     data: bytes | None
     prompt_digest: bytes | None
+    media: bytes | None = None
 
 
 class Tokens(msgspec.Struct, frozen=True):
@@ -192,4 +195,19 @@ def _rebuild(row: CallRow, calls: dict[int, Call]) -> Call:
         finish_reason=row.finish_reason or "",
         forest_key=row.forest_key,
         label=row.label,
+        media=_media(row, calls, prompt.size),
     )
+
+
+def _media(row: CallRow, calls: dict[int, Call], size: int) -> Media:
+    """The images of a prompt of ``size`` tokens: those of the storage parent as far as it goes, and its own."""
+    before: Media = ()
+    if row.storage_parent_id is not None:
+        before = media.inherited(calls[row.storage_parent_id].media, row.prefix_len or 0)
+    try:
+        found = before + media.unpack(row.media)
+    except ValueError as error:
+        raise CorruptRecord(row.id, str(error)) from error
+    if not media.sound(found, size):
+        raise CorruptRecord(row.id, "its images lie outside of its prompt, or over each other")
+    return found

@@ -93,7 +93,7 @@ def _new_tokens(calls: tuple[Call, ...]) -> int:
     new = 0
     for call in calls:
         forest = forests.setdefault(call.forest_key, Forest())
-        placed = forest.add(call.id, call.prompt, call.completion, call.delivered)
+        placed = forest.add(call.id, call.prompt, call.completion, call.delivered, call.media)
         new += call.prompt.size - placed.shared + call.completion.size
     return new
 

@@ -9,6 +9,10 @@ completions end inside it.
 path of a prompt is the longest earlier call that is an exact prefix of it. Nothing is hashed and nothing is
 compared as text: two sequences share a path exactly where their ids are equal (invariants I2, I3).
 
+*Images.* Different images leave the same placeholder ids. A placeholder therefore goes into the tree as a negative
+key that stands for (image, id) in this forest, so that two prompts part where their images do. Without images
+nothing is copied and ids are their own keys.
+
 *Delivery.* Only a call that is known to be delivered may be a parent. A call whose delivery is unknown
 becomes delivered when a later prompt contains its completion and nothing else explains those tokens:
 neither a prompt seen before the call, nor the completion of another delivered call.
@@ -24,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from forge_server.domain.call import Ids
+from forge_server.domain.media import Media
 from forge_server.domain.states import Delivery
 
 _CHUNK = 1 << 15  # tokens per comparison: 128 KiB a side, so that the boolean temporary stays in the cache
@@ -138,6 +143,7 @@ class Forest:
         self._pending: dict[int, _Entry] = {}  # delivery unknown, and a later prompt could show it
         self._recent: list[tuple[Ids, _Entry]] = []
         self._depth = 0
+        self._keys: dict[tuple[str, int], int] = {}  # (image, placeholder id) -> -1, -2, …
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -145,10 +151,13 @@ class Forest:
     def __contains__(self, id: int) -> bool:
         return id in self._order
 
-    def add(self, id: int, prompt: Ids, completion: Ids, delivered: Delivery) -> Placement:
-        """Place call ``id`` (int32 prompt [P], completion [C]): compares O(P), copies the new."""
+    def add(self, id: int, prompt: Ids, completion: Ids, delivered: Delivery, media: Media = ()) -> Placement:
+        """Place call ``id`` (int32 prompt [P], completion [C]): compares O(P), copies the new. ``media``: the
+        images of the prompt."""
         if id in self._order:
             raise ValueError(f"call {id} is in the forest already")
+        if media:
+            prompt = self._keyed(prompt, media)
         order = len(self._calls)
         node, pos = self._walk(*self._start(prompt), prompt)
         shared = pos
@@ -218,7 +227,22 @@ class Forest:
         while node.parent is not None:
             out[node.start : pos] = node.tokens(node.start, pos)
             node, pos = node.parent, node.start
+        if self._keys:
+            ids = np.array([id for _, id in self._keys], np.int32)
+            keyed = out < 0
+            out[keyed] = ids[-1 - out[keyed]]
         return out
+
+    def _keyed(self, prompt: Ids, media: Media) -> Ids:
+        """The prompt with a key of its own for each image in place of the image's placeholders."""
+        keyed = prompt.copy()
+        for span in media:
+            run = keyed[span.offset : span.end]
+            for id in np.unique(run).tolist():
+                run[prompt[span.offset : span.end] == id] = self._keys.setdefault(
+                    (span.sha256, id), -1 - len(self._keys)
+                )
+        return keyed
 
     # ---- the tree ----------------------------------------------------------------------------------------
 

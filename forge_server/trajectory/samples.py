@@ -64,7 +64,7 @@ class _Cutter:
         self.confirmed: list[int] = []
         for call in self.calls:
             forest = self.forests.setdefault(call.forest_key, Forest())
-            placement = forest.add(call.id, call.prompt, call.completion, call.delivered)
+            placement = forest.add(call.id, call.prompt, call.completion, call.delivered, call.media)
             self.placed[call.id] = placement
             self.confirmed += placement.confirmed
         self.untrained = self._reasons()
@@ -199,6 +199,7 @@ class _Cutter:
             break_reason=reason,
             forest_key=last.forest_key,
             truncated=any(call.id in self.clipped for call in mine),
+            media=last.media,
         )
 
     def _break_reason(self, chain: list[Call], first: Call, used: set[int]) -> BreakReason:
