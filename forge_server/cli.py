@@ -9,6 +9,8 @@ from click.exceptions import Exit
 from forge_server import __version__
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+_TABLES = ["parquet", "arrow", "jsonl", "sft"]
+_TRAINERS = ["verl", "verl-v1", "prime-rl", "skyrl", "slime", "trl", "tinker", "areal"]
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 _config = click.option("-c", "--config", type=click.Path(), help="Settings file (default: ./forge.toml).")
 
@@ -391,12 +393,23 @@ def db_downgrade(revision: str, config: str | None) -> None:
 
 @cli.command()
 @click.argument("run_name", metavar="RUN")
-@click.option("--format", "kind", type=click.Choice(["parquet", "arrow", "jsonl", "sft"]), default="parquet")
+@click.option(
+    "--format",
+    "kind",
+    type=click.Choice([*_TABLES, *_TRAINERS]),
+    default="parquet",
+    show_default=True,
+    help="The canonical table, rows for fine-tuning (sft), or the rows of another trainer, as JSON lines.",
+)
 @click.option("--out", type=click.Path(), help="File to write (default: RUN.FORMAT).")
 @click.option("--min-reward", type=float, help="Only rollouts with at least this reward.")
 @_config
-def export(run_name: str, kind: Any, out: str | None, min_reward: float | None, config: str | None) -> None:
-    """Write a run's samples as a file."""
+def export(run_name: str, kind: str, out: str | None, min_reward: float | None, config: str | None) -> None:
+    """Write a run's samples as a file.
+
+    The canonical table has every sample of valid rollouts. Rows for other trainers are those of complete groups
+    whose rewards differ, as our own trainer would get them.
+    """
     from forge_server.commands import data
 
     data.export(run_name, kind, out, min_reward, config)

@@ -22,7 +22,8 @@ from forge_server.domain.sample import Sample
 from forge_server.domain.states import Delivery, Untrainable
 from forge_server.export import reports, write
 from forge_server.export.records import Run, find_run
-from forge_server.export.write import ExportError, export_run
+from forge_server.export.whole import ExportError
+from forge_server.export.write import export_run
 from forge_server.store import tables as t
 from forge_server.store.database import Store
 from forge_server.trajectory.attempt import cut
@@ -143,7 +144,7 @@ def fill(connection: sa.Connection, model: Path) -> None:
 def record(connection: sa.Connection, attempt: str, calls: list[Call], base: int, *, spoil: bool) -> None:
     for row, c in zip(rows_of(calls), calls, strict=True):
         columns = msgspec.structs.asdict(row)
-        tokens = {"data": columns.pop("data"), "prompt_digest": columns.pop("prompt_digest")}
+        tokens = {name: columns.pop(name) for name in ("data", "prompt_digest", "media")}
         columns["id"] += base
         if row.storage_parent_id is not None:
             columns["storage_parent_id"] += base

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast, get_args
 
 import msgspec
 
@@ -10,7 +11,10 @@ from forge_server import settings as config_tree
 from forge_server.commands import show as out
 from forge_server.domain.errors import ForgeError
 from forge_server.export import reports
+from forge_server.export.mappings import MAPPINGS
+from forge_server.export.peers import export_peer
 from forge_server.export.records import Run, find_run
+from forge_server.export.whole import ExportError
 from forge_server.export.write import Format, export_run
 from forge_server.store.database import Store
 
@@ -31,10 +35,19 @@ def _run(name: str, config: str | None) -> Iterator[tuple[Store, Run]]:
         store.close()
 
 
-def export(run: str, kind: Format, path: str | None, min_reward: float | None, config: str | None) -> None:
+def export(run: str, kind: str, path: str | None, min_reward: float | None, config: str | None) -> None:
+    if kind in MAPPINGS and min_reward is not None:
+        raise ExportError(
+            "rollouts below a reward are part of their group's baseline",
+            where="--min-reward",
+            mend=f"leave it out; it goes with {', '.join(get_args(Format))}",
+        )
     with _run(run, config) as (store, found):
-        target = Path(path or f"{run}.{'parquet' if kind == 'sft' else kind}")
-        report = export_run(store, found, kind, target, min_reward=min_reward)
+        if kind in MAPPINGS:
+            report = export_peer(store, found, kind, Path(path or f"{run}.{kind}.jsonl"))
+        else:
+            target = Path(path or f"{run}.{'parquet' if kind == 'sft' else kind}")
+            report = export_run(store, found, cast(Format, kind), target, min_reward=min_reward)
     out.console.print(
         f"{report.path}: {report.rows} samples of {report.rollouts} rollouts, "
         f"{report.trained_tokens} of {report.tokens} tokens trained"

@@ -9,7 +9,8 @@ Three nested sets of the rollouts that a step has drawn:
 3. *trained*: the trainable rollouts of groups with a signal: at least two of them, rewards not all equal.
 
 The advantage itself is the trainer's (I11): the batch carries rewards and groups, and every rollout of it is
-there with all of its samples.
+there with all of its samples. Only rows for trainers that expect one (`forge-server export`) carry the plain
+``advantages``.
 """
 
 import math
@@ -86,6 +87,12 @@ def select(groups: Mapping[str, Sequence[EndedRollout]], oldest_version: int | N
         else:
             dropped[group_id] = reason
     return Selection(groups=kept, dropped=dropped)
+
+
+def advantages(rewards: Sequence[float]) -> tuple[float, ...]:
+    """Of the trainable rollouts of one group: each reward minus their mean."""
+    mean = math.fsum(rewards) / len(rewards) if rewards else 0.0
+    return tuple(reward - mean for reward in rewards)
 
 
 class Move(StrEnum):

@@ -44,6 +44,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     group_id: str | None
     task_id: str | None
+    slot: int
     harness: str
     mode: str
     state: str
@@ -67,33 +68,37 @@ def find_run(reader: Reader, name: str, window: int) -> Run:
 
 def rollouts(reader: Reader, run: Run) -> Iterator[Rollout]:
     """Every rollout of the run."""
-    r, a = t.rollouts.c, t.attempts.c
+    r = t.rollouts.c
     after = ""
     while True:
-        query = (
-            sa.select(
-                r.id,
-                r.group_id,
-                r.task_id,
-                r.harness,
-                r.mode,
-                r.state,
-                r.outcome,
-                r.kind,
-                r.reward,
-                r.final_attempt_id.label("attempt_id"),
-                sa.func.coalesce(a.not_trained, "").label("not_trained"),
-            )
-            .outerjoin(t.attempts, a.id == r.final_attempt_id)
-            .where(r.run_id == run.id, r.id > after)
-            .order_by(r.id)
-            .limit(PAGE)
-        )
+        query = _rollouts(r.run_id == run.id, r.id > after).order_by(r.id).limit(PAGE)
         page = _rows(reader, query)
         yield from (Rollout(**row) for row in page)
         if len(page) < PAGE:
             return
         after = page[-1]["id"]
+
+
+def groups(reader: Reader, run: Run) -> Iterator[tuple[str, tuple[Rollout, ...]]]:
+    """Every group of the run with its rollouts by slot."""
+    g, r = t.groups.c, t.rollouts.c
+    after = ""
+    while True:
+        query = sa.select(g.id).where(g.run_id == run.id, g.id > after).order_by(g.id).limit(PAGE)
+        page = [row["id"] for row in _rows(reader, query)]
+        for group_id in page:
+            members = _rows(reader, _rollouts(r.group_id == group_id).order_by(r.slot, r.id))
+            yield group_id, tuple(Rollout(**row) for row in members)
+        if len(page) < PAGE:
+            return
+        after = page[-1]
+
+
+def without_group(reader: Reader, run: Run) -> int:
+    """How many rollouts of the run belong to no group: those that harnesses registered themselves."""
+    r = t.rollouts.c
+    query = sa.select(sa.func.count()).where(r.run_id == run.id, r.group_id.is_(None))
+    return reader.read_now(lambda connection: connection.execute(query).scalar_one())
 
 
 def cut_attempt(reader: Reader, attempt_id: str, limit: int) -> Cut:
@@ -120,6 +125,28 @@ def attempts(reader: Reader, run: Run) -> Iterator[CheckedAttempt]:
         if len(page) < PAGE:
             return
         after = page[-1]["id"]
+
+
+def _rollouts(*where: sa.ColumnElement[bool]) -> sa.Select[Any]:
+    r, a = t.rollouts.c, t.attempts.c
+    return (
+        sa.select(
+            r.id,
+            r.group_id,
+            r.task_id,
+            r.slot,
+            r.harness,
+            r.mode,
+            r.state,
+            r.outcome,
+            r.kind,
+            r.reward,
+            r.final_attempt_id.label("attempt_id"),
+            sa.func.coalesce(a.not_trained, "").label("not_trained"),
+        )
+        .outerjoin(t.attempts, a.id == r.final_attempt_id)
+        .where(*where)
+    )
 
 
 def _rows(reader: Reader, query: sa.Select[Any]) -> Sequence[sa.RowMapping]:

@@ -1,13 +1,10 @@
-"""Writes a run's samples to a file, in memory that does not grow with the run.
+"""Writes a run's samples as the canonical table, in memory that does not grow with the run.
 
-Only valid, trainable rows are written; what is left out is counted with its reason. The file has its name
-only when it is whole.
+Only valid, trainable rows are written; what is left out is counted with its reason.
 """
 
-import os
-from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -16,11 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import ipc
 
-from forge_server.domain.errors import ForgeError
-from forge_server.domain.outcome import Outcome, counts_for_training
 from forge_server.export import table
 from forge_server.export.identity import identity
-from forge_server.export.records import Reader, Rollout, Run, cut_attempt, rollouts
+from forge_server.export.records import Reader, Run, cut_attempt, rollouts
+from forge_server.export.report import ExportReport, left_out
+from forge_server.export.whole import whole_file
 from forge_server.trajectory.attempt import Cut
 
 Format = Literal["parquet", "arrow", "jsonl", "sft"]
@@ -28,27 +25,6 @@ ROW_GROUP_TOKENS = 1 << 21
 """Tokens gathered before they are written: some 30 MB."""
 
 Write = Callable[[pa.RecordBatch], None]
-
-
-class ExportError(ForgeError):
-    """The file cannot be written."""
-
-    type = "export"
-
-
-class ExportReport(msgspec.Struct):
-    """``left_out``: rollouts without a row, by reason. ``untrained``: calls of the written rollouts that no
-    sample trains, by reason. ``clipped_tokens``: completion tokens beyond the length limit.
-    """
-
-    path: str
-    rows: int = 0
-    rollouts: int = 0
-    tokens: int = 0
-    trained_tokens: int = 0
-    clipped_tokens: int = 0
-    left_out: Counter[str] = msgspec.field(default_factory=Counter)
-    untrained: Counter[str] = msgspec.field(default_factory=Counter)
 
 
 def export_run(
@@ -61,24 +37,16 @@ def export_run(
     report = ExportReport(str(path))
     whose = identity(reader, run)
     schema = table.sft_schema(whose) if form == "sft" else table.schema(whose)
-    part = path.with_name(f".{path.name}.part")
     words = table.Words()
-    try:
-        with _WRITERS[form](part, schema) as write:
-            for rows in _gather(_rows(reader, run, min_reward, report)):
-                write(table.batch(rows, schema, words))
-        part.replace(path)
-    except (OSError, pa.ArrowException) as error:
-        raise ExportError(str(error), where=str(path), mend="free space or choose another place") from error
-    finally:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
+    with whole_file(path) as part, _WRITERS[form](part, schema) as write:
+        for rows in _gather(_rows(reader, run, min_reward, report)):
+            write(table.batch(rows, schema, words))
     return report
 
 
 def _rows(reader: Reader, run: Run, min_reward: float | None, report: ExportReport) -> Iterator[table.Row]:
     for rollout in rollouts(reader, run):
-        reason = _left_out(rollout, min_reward)
+        reason = left_out(rollout, min_reward)
         found = Cut()
         if not reason and rollout.attempt_id is not None:
             found = cut_attempt(reader, rollout.attempt_id, run.limit)
@@ -86,12 +54,7 @@ def _rows(reader: Reader, run: Run, min_reward: float | None, report: ExportRepo
         if reason:
             report.left_out[reason] += 1
             continue
-        report.rollouts += 1
-        report.rows += len(found.samples)
-        report.tokens += found.tokens
-        report.trained_tokens += found.trained_tokens
-        report.clipped_tokens += sum(found.clipped.values())
-        report.untrained.update(reason.value for reason in found.untrained.values())
+        report.add(found)
         for sample in found.samples:
             yield table.Row(
                 sample=sample,
@@ -104,21 +67,6 @@ def _rows(reader: Reader, run: Run, min_reward: float | None, report: ExportRepo
                 reward=rollout.reward,
                 kind=rollout.kind or "",
             )
-
-
-def _left_out(rollout: Rollout, min_reward: float | None) -> str:
-    """Why no sample of the rollout is written, as far as its row tells; empty when it may be."""
-    if rollout.outcome is None or rollout.attempt_id is None:
-        return f"rollout_{rollout.state}" if rollout.outcome is None else rollout.outcome
-    if not counts_for_training(Outcome(rollout.outcome)):
-        return rollout.outcome
-    if rollout.mode == "eval":
-        return "evaluation"
-    if rollout.not_trained:
-        return rollout.not_trained
-    if min_reward is not None and (rollout.reward is None or rollout.reward < min_reward):
-        return "below_min_reward"
-    return ""
 
 
 def _gather(rows: Iterator[table.Row]) -> Iterator[list[table.Row]]:
@@ -161,8 +109,6 @@ def _jsonl(path: Path, schema: pa.Schema) -> Iterator[Write]:
                 file.write(encoder.encode({**metadata, **row}) + b"\n")
 
         yield write
-        file.flush()
-        os.fsync(file.fileno())
 
 
 _WRITERS: dict[Format, Callable[[Path, pa.Schema], AbstractContextManager[Write]]] = {
