@@ -105,7 +105,7 @@ async def test_openai_responses_with_tools_and_an_image(proxy: Rig) -> None:
     assert messages[1]["tool_calls"] == CALLS
     assert messages[1]["reasoning_content"] == "hm"
     rows = await recorded(proxy, "responses", 3)
-    assert rows[0].flags == {"dropped": ["tools.web_search"]}
+    assert rows[0].flags == {"dropped": ["tools.web_search"], "images": 1}
 
 
 async def test_openai_responses_refuses_what_it_cannot_do(proxy: Rig) -> None:
@@ -282,7 +282,7 @@ async def test_google_genai_chat_and_errors(proxy: Rig) -> None:
     assert [m["role"] for m in asked(proxy)] == ["user", "assistant", "user"]
     with pytest.raises(genai_errors.ClientError) as caught:
         await client.models.generate_content(
-            model="m", contents="hi", config=types.GenerateContentConfig(candidate_count=2)
+            model="m", contents="hi", config=types.GenerateContentConfig(candidate_count=1000)
         )
     assert (caught.value.code, caught.value.status) == (400, "INVALID_ARGUMENT")
     await client.aclose()

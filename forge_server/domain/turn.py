@@ -14,8 +14,9 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """What a harness asks of the policy.
 
     ``asked`` holds the sampling parameters it sent, which the run overrides; ``dropped`` the names of
-    parameters that are not known here. ``model`` is echoed in the answer, nothing more. ``memo`` is what the
-    dialect that read the request has to know when it writes the answer; nobody else looks at it.
+    parameters that are not known here. ``choices`` is how many answers it wants at once: each is a call of its
+    own. ``model`` is echoed in the answer, nothing more. ``memo`` is what the dialect that read the request has
+    to know when it writes the answer; nobody else looks at it.
     """
 
     messages: tuple[Raw, ...]
@@ -25,6 +26,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     response_format: dict[str, Any] | None = None
     stop: tuple[str, ...] = ()
     max_tokens: int | None = None
+    choices: int = 1
     model: str = ""
     stream: bool = False
     stream_usage: bool = False
@@ -42,7 +44,10 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """The policy's answer to a turn. Token ids and logprobs are not part of it: no harness sees them."""
+    """The policy's answer to a turn. Token ids and logprobs are not part of it: no harness sees them.
+
+    ``others`` are the further answers to a turn that wants several, each a completion of its own call.
+    """
 
     id: str
     created: int
@@ -52,6 +57,17 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str
     prompt_tokens: int
     completion_tokens: int
+    others: tuple["Completion", ...] = ()
+
+    @property
+    def choices(self) -> tuple["Completion", ...]:
+        """Every answer, this one first."""
+        return (self, *self.others)
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Completion tokens of every answer."""
+        return sum(choice.completion_tokens for choice in self.choices)
 
 
 class _Function(msgspec.Struct):

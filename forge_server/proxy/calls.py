@@ -29,7 +29,7 @@ from forge_server.proxy.hold import Gate
 from forge_server.proxy.identity import Headers
 from forge_server.proxy.ports import BudgetExceeded, Engine, EngineGaveUp, Store, VersionSource
 from forge_server.proxy.recall import completion_id
-from forge_server.proxy.replay import marks_of
+from forge_server.proxy.replay import choice_of, marks_of
 from forge_server.proxy.sessions import Session
 from forge_server.store import messages
 from forge_server.store.tables import call_messages, call_tokens, calls
@@ -75,10 +75,10 @@ class Calls:
 
     async def begin(
         self, session: Session, dialect: str, turn: Turn, headers: Headers
-    ) -> tuple[Flight | Answer, bool]:
-        """The call that serves this request, and whether it is its own (or an earlier one's).
+    ) -> list[tuple[Flight | Answer, bool]]:
+        """The call that serves each choice of this request, and whether it is its own (or an earlier one's).
 
-        Raises ``Refusal`` when no call is admitted. The caller is counted as a watcher.
+        Raises ``Refusal`` when they are not all admitted. The caller is counted as a watcher of each.
         """
         if session.refusal is not None:
             raise session.refusal
@@ -86,28 +86,36 @@ class Calls:
         turn, label = rules.apply(turn, harness)
         marks = marks_of(headers)
         digest, keys = session.transcript.identify(turn)
-        repeated = session.replays.find(digest, marks)
-        if repeated is not None:
-            repeated.watchers += 1
-            return repeated, False
-        if session.calls >= session.policy.max_calls:
+        wanted = [choice_of(digest, marks, index, turn.choices) for index in range(turn.choices)]
+        repeated = [session.replays.find(*one) for one in wanted]
+        fresh = repeated.count(None)
+        if fresh and session.calls + fresh > session.policy.max_calls:
             await self._stop(
                 session, Kind.BUDGET_CALLS, f"the budget of {session.policy.max_calls} calls is used up"
             )
-        if session.tokens >= session.policy.max_tokens:
+        if fresh and session.tokens >= session.policy.max_tokens:
             await self._stop(
                 session, Kind.BUDGET_TOKENS, f"the budget of {session.policy.max_tokens} tokens is used up"
             )
-        session.calls += 1
-        flight = Flight(self._ids.next(), session.take_seq(), dialect, digest, turn, self._clock())
-        flight.label, flight.watchers = label, 1
-        if harness is not None:
-            flight.flags = harness.agent(headers)
-        session.flights.add(flight)
-        session.replays.took_off(flight, marks)
-        flight.task = asyncio.create_task(self._fly(session, flight, keys), name=f"call {flight.id}")
-        flight.task.add_done_callback(_retrieved)
-        return flight, True
+        session.calls += fresh
+        served: list[tuple[Flight | Answer, bool]] = []
+        for index, ((own_digest, own_marks), known) in enumerate(zip(wanted, repeated, strict=True)):
+            if known is not None:
+                known.watchers += 1
+                served.append((known, False))
+                continue
+            flight = Flight(self._ids.next(), session.take_seq(), dialect, own_digest, turn, self._clock())
+            flight.label, flight.watchers = label, 1
+            if harness is not None:
+                flight.flags |= harness.agent(headers)
+            if turn.choices > 1:
+                flight.flags["choice"] = index
+            session.flights.add(flight)
+            session.replays.took_off(flight, own_marks)
+            flight.task = asyncio.create_task(self._fly(session, flight, keys), name=f"call {flight.id}")
+            flight.task.add_done_callback(_retrieved)
+            served.append((flight, True))
+        return served
 
     async def count(self, session: Session, turn: Turn) -> int:
         """How many tokens the prompt of a turn has; no call is made and nothing is recorded."""

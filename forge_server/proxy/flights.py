@@ -1,7 +1,7 @@
 """A call in flight and the answer it leaves behind."""
 
 import asyncio
-from typing import Protocol
+from typing import Any, Protocol
 
 from forge_server.domain.states import CallEnd, Delivery
 from forge_server.domain.turn import Completion, Turn
@@ -63,11 +63,18 @@ class Flight:
         self.id, self.seq, self.dialect, self.digest = id, seq, dialect, digest
         self.turn, self.began_at = turn, began_at
         self.label = ""
-        self.flags: dict[str, str] = {}
+        self.flags: dict[str, Any] = {}
         self.watchers = 0
         self.stopped: tuple[CallEnd, Refusal] | None = None
         self.task: asyncio.Task[Answer]
         self._phase = "intent"
+
+    @property
+    def answer(self) -> Answer | None:
+        """What it has landed with; None while it flies, and when it was refused."""
+        if not self.task.done() or self.task.cancelled() or self.task.exception() is not None:
+            return None
+        return self.task.result()
 
     @property
     def joinable(self) -> bool:

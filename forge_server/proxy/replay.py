@@ -8,6 +8,8 @@ Anything else is a call of its own: two live connections with equal bodies are b
 answer that was taken and asked for again was the policy's act.
 """
 
+import hashlib
+
 import msgspec
 
 from forge_server.domain.states import Delivery
@@ -33,6 +35,16 @@ def marks_of(headers: Headers) -> Marks:
         names.append("key:" + key.decode("latin-1"))
     count = headers.get(b"x-stainless-retry-count", b"0")
     return Marks(names=tuple(names), retried=count.isdigit() and int(count) > 0)
+
+
+def choice_of(digest: bytes, marks: Marks, index: int, of: int) -> tuple[bytes, Marks]:
+    """Digest and marks of one of the ``of`` calls that a request wants: the same choice of the same request
+    repeats it, and no other does.
+    """
+    if of == 1:
+        return digest, marks
+    own = hashlib.blake2b(digest + b"%d of %d" % (index, of), digest_size=len(digest)).digest()
+    return own, Marks(tuple(f"{name}#{index}" for name in marks.names), marks.retried)
 
 
 class Replays:

@@ -16,7 +16,7 @@ import structlog
 
 from forge_server.domain.errors import StoreError
 from forge_server.domain.states import CallEnd, Delivery
-from forge_server.domain.turn import Turn
+from forge_server.domain.turn import Completion, Turn
 from forge_server.proxy.calls import Calls
 from forge_server.proxy.connection import EXTENSION, Connection
 from forge_server.proxy.dialects import gemini, messages
@@ -49,7 +49,7 @@ _NO_CACHE = (b"cache-control", b"no-cache")
 
 _RELAY_CALL = b"x-forge-relay-call"  # a runner's relay asks: deliveries are its to tell
 _RELAY_READ = b"x-forge-relay-read"  # ids of calls whose answers its harness has read
-_CALL = b"x-forge-call"  # the id that it calls them by
+_CALL = b"x-forge-call"  # the ids that it calls them by, one for each choice
 
 _POST: dict[str, Dialect | Counter] = {
     "v1/chat/completions": CHAT,
@@ -188,28 +188,31 @@ class InferenceRoutes:
         receive: Receive,
         send: Send,
     ) -> None:
-        """Answer one turn: its own call, one that it joins, or an answer that is given again."""
+        """Answer one turn; for each choice its own call, one that it joins, or an answer that is given again."""
         session = await self._sessions.open(attempt_id)
         relayed = _RELAY_CALL in headers
         if relayed and _RELAY_READ in headers:
             session.receipts([int(call) for call in headers[_RELAY_READ].split() if call.isdigit()], ())
-        served, own = await self._calls.begin(session, dialect.name, turn, headers)
-        call_id = served.id if isinstance(served, Flight) else served.call_id
-        stream = _Stream(send, dialect, turn, [(_CALL, b"%d" % call_id)] if relayed else [])
+        served = await self._calls.begin(session, dialect.name, turn, headers)
+        flights = [one for one, _ in served if isinstance(one, Flight)]
+        ids = [one.id if isinstance(one, Flight) else one.call_id for one, _ in served]
+        stream = _Stream(send, dialect, turn, ids, relayed=relayed)
         connection: Connection | None = scope.get("extensions", {}).get(EXTENSION)
         leaving = connection.gone if connection is not None else asyncio.ensure_future(receive())
-        answer = served
-        gone = False
+        given: list[tuple[Answer, int | None]] = []
         try:
-            if isinstance(served, Flight):
-                answer, gone = await self._wait(served, stream, leaving)
-            assert isinstance(answer, Answer)
+            gone = await self._wait(flights, stream, leaving) if flights else False
+            answers = [one.task.result() if isinstance(one, Flight) else one for one, _ in served]
             if session.closed:
-                session.settle(answer, Delivery.NO)
+                for answer in answers:
+                    session.settle(answer, Delivery.NO)
                 assert session.refusal is not None
                 raise session.refusal
-            row_id = None if own else await self._calls.repeat(session, dialect.name, turn, answer)
-            await self._deliver(session, answer, row_id, stream, connection, gone=gone, relayed=relayed)
+            given = [
+                (answer, None if own else await self._calls.repeat(session, dialect.name, turn, answer))
+                for answer, (_, own) in zip(answers, served, strict=True)
+            ]
+            await self._deliver(session, given, stream, connection, gone=gone, relayed=relayed)
         except Refusal as refusal:
             if not stream.started:
                 raise
@@ -217,59 +220,69 @@ class InferenceRoutes:
         finally:
             if connection is None:
                 leaving.cancel()
-            served.watchers -= 1
-            if answer is not served and isinstance(answer, Answer):
-                answer.watchers -= 1
+            for one, _ in served:
+                one.watchers -= 1
+                landed = one.answer if isinstance(one, Flight) else None
+                if landed is not None:
+                    landed.watchers -= 1
+                    if (
+                        not given and landed.lost
+                    ):  # another choice failed, or the client left before it was due
+                        session.settle(landed, Delivery.NO)
 
-    async def _wait(
-        self, flight: Flight, stream: "_Stream", leaving: asyncio.Future[Any]
-    ) -> tuple[Answer, bool]:
-        """The answer of a flight, and whether the client has left meanwhile. Leaving cancels a call that
-        nobody else waits for.
+    async def _wait(self, flights: list[Flight], stream: "_Stream", leaving: asyncio.Future[Any]) -> bool:
+        """Wait until every flight has landed; whether the client has left meanwhile. Leaving before that
+        cancels the calls that nobody else waits for.
         """
         timeout: float | None = self._keepalive_after_s
-        both = (flight.task, leaving)
-        while not flight.task.done():
-            await asyncio.wait(both, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-            if flight.task.done():
+        landed: asyncio.Future[Any] = flights[0].task
+        if len(flights) > 1:
+            landed = asyncio.gather(*(flight.task for flight in flights), return_exceptions=True)
+        while not landed.done():
+            await asyncio.wait((landed, leaving), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if landed.done():
                 break
             if leaving.done():
-                if flight.watchers == 1:
-                    flight.stop(CallEnd.CLIENT_GONE, Refusal(499, "client_gone", "the client has left"))
+                for flight in flights:
+                    if flight.watchers == 1:
+                        flight.stop(CallEnd.CLIENT_GONE, Refusal(499, "client_gone", "the client has left"))
                 raise _Gone
-            timeout = KEEPALIVE_EVERY_S if await stream.keep_alive(flight) else None
-        return flight.task.result(), leaving.done()
+            timeout = KEEPALIVE_EVERY_S if await stream.keep_alive(int(flights[0].began_at)) else None
+        return leaving.done()
 
     async def _deliver(
         self,
         session: Session,
-        answer: Answer,
-        row_id: int | None,
+        given: list[tuple[Answer, int | None]],
         stream: "_Stream",
         connection: Connection | None,
         *,
         gone: bool,
         relayed: bool,
     ) -> None:
-        """Send the answer and let the connection tell what becomes of it."""
+        """Send the answer to each choice, and let the connection tell what becomes of them. With each goes
+        the id of its row if it is given again.
+        """
 
         def told(delivery: Delivery) -> None:
             # The end of a relay's connection says nothing about the harness behind it: the relay does.
             if relayed and delivery is Delivery.YES and connection is not None and connection.gone.done():
                 delivery = Delivery.UNKNOWN
-            session.settle(answer, delivery, row_id)
+            for answer, row_id in given:
+                session.settle(answer, delivery, row_id)
 
         if gone:
-            session.settle(answer, Delivery.NO, row_id)
+            told(Delivery.NO)
             return
-        answer.line, answer.relayed = connection, relayed
+        for answer, _ in given:
+            answer.line, answer.relayed = connection, relayed
         try:
-            await stream.answer(answer)
+            await stream.answer([answer.completion for answer, _ in given])
         except OSError:
-            session.settle(answer, Delivery.NO, row_id)
+            told(Delivery.NO)
             return
         if connection is None:
-            session.settle(answer, Delivery.UNKNOWN, row_id)
+            told(Delivery.UNKNOWN)
         else:
             connection.answered(told)
 
@@ -277,17 +290,17 @@ class InferenceRoutes:
 class _Stream:
     """The response to one request: JSON or events, with the headers held back as long as possible."""
 
-    def __init__(self, send: Send, dialect: Dialect, turn: Turn, extra: list[tuple[bytes, bytes]]) -> None:
-        self._send, self._dialect, self._turn, self._extra = send, dialect, turn, extra
+    def __init__(self, send: Send, dialect: Dialect, turn: Turn, ids: list[int], *, relayed: bool) -> None:
+        self._send, self._dialect, self._turn = send, dialect, turn
+        self._id = completion_id(ids[0])
+        self._extra = [(_CALL, b" ".join(b"%d" % id for id in ids))] if relayed else []
         self.started = False
 
-    async def keep_alive(self, flight: Flight) -> bool:
+    async def keep_alive(self, created: int) -> bool:
         """Show a streaming client that we are alive; False when its dialect has no harmless way."""
         if not self._turn.stream:
             return False
-        event = self._dialect.keepalive(
-            self._turn, completion_id(flight.id), int(flight.began_at), not self.started
-        )
+        event = self._dialect.keepalive(self._turn, self._id, created, not self.started)
         if event is None:
             return False
         if not self.started:
@@ -298,11 +311,14 @@ class _Stream:
         await self._send({"type": "http.response.body", "body": event, "more_body": True})
         return True
 
-    async def answer(self, answer: Answer) -> None:
+    async def answer(self, choices: list[Completion]) -> None:
+        completion = choices[0]
+        if len(choices) > 1:
+            completion = msgspec.structs.replace(completion, others=tuple(choices[1:]))
         if self._turn.stream:
-            await self.finish(self._dialect.events(self._turn, answer.completion))
+            await self.finish(self._dialect.events(self._turn, completion))
         else:
-            await _respond(self._send, 200, self._dialect.write(self._turn, answer.completion), self._extra)
+            await _respond(self._send, 200, self._dialect.write(self._turn, completion), self._extra)
 
     async def finish(self, events: bytes) -> None:
         """All events at once; with their length, unless the headers have left already."""

@@ -22,7 +22,8 @@ _MENTIONED = 64  # fit into one header
 
 
 class Receipts:
-    """Of one relay. A call counts as read once any of its answers was."""
+    """Of one relay. A call counts as read once any of its answers was. An answer with several choices is that
+    of several calls: their ids with spaces between them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -76,7 +77,7 @@ class Receipts:
                 for client in tuple(self._open):
                     self._look(client)
                 waiting = list(self._open)
-                known = [(int(call), read) for call, read in self._known.items()]
+                known = [(int(call), read) for calls, read in self._known.items() for call in calls.split()]
             left = give_up - time.monotonic()
             if not waiting or left <= 0:
                 return [call for call, read in known if read], [call for call, read in known if not read]

@@ -28,7 +28,7 @@ CLOSING_S = 2.0  # given to the harness to close a connection that will not be u
 CONNECTIONS = 256  # at a time; more wait in the backlog
 MARK = b"x-forge-relay-call"  # on requests: the same for every re-dial
 READ = b"x-forge-relay-read"  # on requests: calls whose answers the harness has read since
-CALL = b"x-forge-call"  # on answers: the call that was answered
+CALL = b"x-forge-call"  # on answers: the call that was answered, or the calls
 _NOT_PASSED = (
     MARK,
     READ,

@@ -14,7 +14,7 @@ from msgspec import UNSET, Raw, UnsetType
 from forge_server.domain.turn import Completion, Turn, as_message
 from forge_server.proxy.dialects.base import Dialect, Refusal
 from forge_server.proxy.dialects.errors import openai_error, openai_error_event
-from forge_server.proxy.dialects.reading import bad, bounded, check_choice, check_text
+from forge_server.proxy.dialects.reading import bad, bounded, check_choice, check_text, choices
 
 
 class _StreamOptions(msgspec.Struct):
@@ -123,13 +123,6 @@ def read(body: bytes) -> Turn:
         check_text(tool)
     if request.tool_choice not in (None, "auto", "none"):
         check_choice(request.tool_choice, _names(request.tools or []))
-    if request.n is not None and request.n != 1:
-        raise Refusal(
-            400,
-            "unsupported_n",
-            f"n must be 1, not {request.n}: send {request.n} requests instead",
-            param="n",
-        )
     limits = [x for x in (request.max_tokens, request.max_completion_tokens) if x is not None]
     if limits and min(limits) < 1:
         raise Refusal(
@@ -149,6 +142,7 @@ def read(body: bytes) -> Turn:
         response_format=request.response_format,
         stop=stop,
         max_tokens=min(limits) if limits else None,
+        choices=choices(request.n, "n"),
         model=request.model,
         stream=bool(request.stream),
         stream_usage=bool(request.stream_options and request.stream_options.include_usage),
@@ -171,8 +165,8 @@ def _names(tools: list[Raw]) -> set[str]:
 def _usage(completion: Completion) -> dict[str, int]:
     return {
         "prompt_tokens": completion.prompt_tokens,
-        "completion_tokens": completion.completion_tokens,
-        "total_tokens": completion.prompt_tokens + completion.completion_tokens,
+        "completion_tokens": completion.sampled_tokens,
+        "total_tokens": completion.prompt_tokens + completion.sampled_tokens,
     }
 
 
@@ -186,11 +180,12 @@ def write(turn: Turn, completion: Completion) -> bytes:
             "model": turn.model,
             "choices": [
                 {
-                    "index": 0,
-                    "message": as_message(completion),
+                    "index": index,
+                    "message": as_message(choice),
                     "logprobs": None,
-                    "finish_reason": completion.finish_reason,
+                    "finish_reason": choice.finish_reason,
                 }
+                for index, choice in enumerate(completion.choices)
             ],
             "usage": _usage(completion),
         }
@@ -213,28 +208,35 @@ def _chunk(
 
 
 def events(turn: Turn, completion: Completion) -> bytes:
-    """The event stream of a finished completion: few, large deltas."""
-    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
-    if completion.reasoning:
-        deltas.append({"reasoning_content": completion.reasoning})
-    if completion.text:
-        deltas.append({"content": completion.text})
-    for index, call in enumerate(completion.tool_calls):
-        function = {"name": call.name, "arguments": call.arguments}
-        deltas.append(
-            {"tool_calls": [{"index": index, "id": call.id, "type": "function", "function": function}]}
-        )
+    """The event stream of a finished completion: few, large deltas, one choice after the other."""
     usage = _usage(completion)
-    out = [
-        _chunk(turn, completion.id, completion.created, [{"index": 0, "delta": delta, "finish_reason": None}])
-        for delta in deltas
-    ]
-    last = [{"index": 0, "delta": {}, "finish_reason": completion.finish_reason}]
-    out.append(_chunk(turn, completion.id, completion.created, last, None if turn.stream_usage else usage))
+    out = []
+    for index, choice in enumerate(completion.choices):
+        for delta in _deltas(choice):
+            told = [{"index": index, "delta": delta, "finish_reason": None}]
+            out.append(_chunk(turn, completion.id, completion.created, told))
+        last = [{"index": index, "delta": {}, "finish_reason": choice.finish_reason}]
+        ends = index == len(completion.others)
+        rides = usage if ends and not turn.stream_usage else None
+        out.append(_chunk(turn, completion.id, completion.created, last, rides))
     if turn.stream_usage:
         out.append(_chunk(turn, completion.id, completion.created, [], usage))
     out.append(b"data: [DONE]\n\n")
     return b"".join(out)
+
+
+def _deltas(choice: Completion) -> list[dict[str, Any]]:
+    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+    if choice.reasoning:
+        deltas.append({"reasoning_content": choice.reasoning})
+    if choice.text:
+        deltas.append({"content": choice.text})
+    for index, call in enumerate(choice.tool_calls):
+        function = {"name": call.name, "arguments": call.arguments}
+        deltas.append(
+            {"tool_calls": [{"index": index, "id": call.id, "type": "function", "function": function}]}
+        )
+    return deltas
 
 
 def keepalive(turn: Turn, id: str, created: int, first: bool) -> bytes:

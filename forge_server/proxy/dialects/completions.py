@@ -10,9 +10,9 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from forge_server.domain.turn import Completion, Turn
-from forge_server.proxy.dialects.base import Dialect, Refusal
+from forge_server.proxy.dialects.base import Dialect
 from forge_server.proxy.dialects.errors import openai_error, openai_error_event
-from forge_server.proxy.dialects.reading import bad, bounded, check_limit, parse, unsupported
+from forge_server.proxy.dialects.reading import bad, bounded, check_limit, choices, parse, unsupported
 from forge_server.proxy.dialects.writing import bare, sse
 
 
@@ -51,9 +51,9 @@ _encode = msgspec.json.encode
 def read(body: bytes) -> Turn:
     """Parse and validate a request body; raises ``Refusal`` 400 that names what is wrong."""
     request, keys = parse(body, _decode)
-    for name in ("n", "best_of"):
-        if (count := getattr(request, name)) not in (None, 1):
-            raise Refusal(400, "unsupported_n", f"{name} must be 1, not {count}", param=name)
+    wanted = choices(request.n, "n")
+    if request.best_of not in (None, wanted):
+        raise unsupported("best_of other than n", param="best_of", instead="ask for n and choose")
     if request.echo:
         raise unsupported("echo", param="echo")
     if request.suffix:
@@ -68,6 +68,7 @@ def read(body: bytes) -> Turn:
         messages=(Raw(_encode(message)),),
         stop=stop,
         max_tokens=request.max_tokens,
+        choices=wanted,
         model=request.model,
         stream=bool(request.stream),
         stream_usage=bool(request.stream_options and request.stream_options.include_usage),
@@ -99,20 +100,22 @@ def _body(turn: Turn, completion: Completion, choices: list[Any], usage: bool) -
     if usage:
         body["usage"] = {
             "prompt_tokens": completion.prompt_tokens,
-            "completion_tokens": completion.completion_tokens,
-            "total_tokens": completion.prompt_tokens + completion.completion_tokens,
+            "completion_tokens": completion.sampled_tokens,
+            "total_tokens": completion.prompt_tokens + completion.sampled_tokens,
         }
     return body
 
 
-def _choice(text: str, finish: str | None) -> dict[str, Any]:
-    return {"index": 0, "text": text, "logprobs": None, "finish_reason": finish}
+def _choice(index: int, text: str, finish: str | None) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": finish}
 
 
 def write(turn: Turn, completion: Completion) -> bytes:
     """The response body of a request that does not stream."""
-    choice = _choice(completion.text or "", _finish(completion))
-    return _encode(_body(turn, completion, [choice], True))
+    written = [
+        _choice(index, choice.text or "", _finish(choice)) for index, choice in enumerate(completion.choices)
+    ]
+    return _encode(_body(turn, completion, written, True))
 
 
 def _finish(completion: Completion) -> str:
@@ -120,11 +123,13 @@ def _finish(completion: Completion) -> str:
 
 
 def events(turn: Turn, completion: Completion) -> bytes:
-    """The event stream of a finished completion."""
-    text = [_choice(completion.text or "", None)]
-    last = [_choice("", _finish(completion))]
-    out = [sse(_body(turn, completion, text, False))]
-    out.append(sse(_body(turn, completion, last, not turn.stream_usage)))
+    """The event stream of a finished completion, one choice after the other."""
+    out = []
+    for index, choice in enumerate(completion.choices):
+        out.append(sse(_body(turn, completion, [_choice(index, choice.text or "", None)], False)))
+        last = [_choice(index, "", _finish(choice))]
+        ends = index == len(completion.others)
+        out.append(sse(_body(turn, completion, last, ends and not turn.stream_usage)))
     if turn.stream_usage:
         out.append(sse(_body(turn, completion, [], True)))
     out.append(b"data: [DONE]\n\n")

@@ -25,7 +25,15 @@ from forge_server.proxy.dialects.conversation import (
     tool,
 )
 from forge_server.proxy.dialects.errors import gemini_error
-from forge_server.proxy.dialects.reading import bad, bounded, check_choice, check_limit, parse, unsupported
+from forge_server.proxy.dialects.reading import (
+    bad,
+    bounded,
+    check_choice,
+    check_limit,
+    choices,
+    parse,
+    unsupported,
+)
 from forge_server.proxy.dialects.writing import arguments_object, bare, seal, sse, unseal
 
 Json = dict[str, Any]
@@ -116,6 +124,7 @@ def read(body: bytes, *, model: str, stream: bool, array: bool = False) -> Turn:
     check_choice(choice, names, param="toolConfig")
     config = _object(request.get("generationConfig", {}), "generationConfig")
     thoughts = _config(config, dropped)
+    candidates = _number(config.get("candidateCount", 1), "generationConfig.candidateCount", int)
     limit = config.get("maxOutputTokens")
     limit = None if limit is None else _number(limit, "generationConfig.maxOutputTokens", int)
     check_limit(limit, "generationConfig.maxOutputTokens")
@@ -128,6 +137,7 @@ def read(body: bytes, *, model: str, stream: bool, array: bool = False) -> Turn:
             _string(stop, "stopSequences") for stop in _list(config.get("stopSequences"), "stopSequences")
         ),
         max_tokens=limit,
+        choices=choices(candidates, "generationConfig.candidateCount"),
         model=model,
         stream=stream and not array,
         stream_usage=True,
@@ -380,11 +390,6 @@ def _choice(given: Any, names: set[str], dropped: set[str]) -> Any:
 
 def _config(config: Json, dropped: set[str]) -> bool:
     """Check what else the configuration asks for; whether thoughts are to be shown."""
-    candidates = config.get("candidateCount", 1)
-    if candidates != 1:
-        raise Refusal(
-            400, "unsupported_n", f"candidateCount must be 1, not {candidates}", param="candidateCount"
-        )
     modalities = _list(config.pop("responseModalities", None), "responseModalities")
     if any(modality not in ("TEXT", "text") for modality in modalities):
         raise unsupported("an answer that is not text", param="responseModalities")
@@ -434,33 +439,45 @@ def _parts(turn: Turn, completion: Completion) -> list[Json]:
     return parts
 
 
-def _chunk(turn: Turn, completion: Completion, parts: list[Json], last: bool) -> Json:
-    candidate: Json = {"content": {"role": "model", "parts": parts}, "index": 0}
-    chunk: Json = {"candidates": [candidate]}
+def _candidate(index: int, parts: list[Json], finish: str | None) -> Json:
+    candidate: Json = {"content": {"role": "model", "parts": parts}, "index": index}
+    if finish is not None:
+        candidate["finishReason"] = "MAX_TOKENS" if finish == "length" else "STOP"
+    return candidate
+
+
+def _chunk(turn: Turn, completion: Completion, candidates: list[Json], last: bool) -> Json:
+    chunk: Json = {"candidates": candidates}
     if last:
-        candidate["finishReason"] = "MAX_TOKENS" if completion.finish_reason == "length" else "STOP"
         chunk["usageMetadata"] = {
             "promptTokenCount": completion.prompt_tokens,
-            "candidatesTokenCount": completion.completion_tokens,
-            "totalTokenCount": completion.prompt_tokens + completion.completion_tokens,
+            "candidatesTokenCount": completion.sampled_tokens,
+            "totalTokenCount": completion.prompt_tokens + completion.sampled_tokens,
         }
     return chunk | {"modelVersion": turn.model, "responseId": bare(completion.id)}
 
 
 def write(turn: Turn, completion: Completion) -> bytes:
     """The response body of a request that does not stream, or the whole stream as one JSON list."""
-    body = _encode(_chunk(turn, completion, _parts(turn, completion), True))
+    candidates = [
+        _candidate(index, _parts(turn, choice), choice.finish_reason)
+        for index, choice in enumerate(completion.choices)
+    ]
+    body = _encode(_chunk(turn, completion, candidates, True))
     return b"[" + body + b"]" if isinstance(turn.memo, _Memo) and turn.memo.array else body
 
 
 def events(turn: Turn, completion: Completion) -> bytes:
-    """The event stream of a finished completion: one event per part."""
-    parts = _parts(turn, completion)
-    last = len(parts) - 1
-    return b"".join(
-        sse(_chunk(turn, completion, [part], index == last), end=b"\r\n\r\n")
-        for index, part in enumerate(parts)
-    )
+    """The event stream of a finished completion: one event per part, one candidate after the other."""
+    out = []
+    for index, choice in enumerate(completion.choices):
+        parts = _parts(turn, choice)
+        for at, part in enumerate(parts, 1):
+            ends = at == len(parts)
+            candidate = _candidate(index, [part], choice.finish_reason if ends else None)
+            last = ends and index == len(completion.others)
+            out.append(sse(_chunk(turn, completion, [candidate], last), end=b"\r\n\r\n"))
+    return b"".join(out)
 
 
 def keepalive(turn: Turn, id: str, created: int, first: bool) -> None:

@@ -106,6 +106,19 @@ def check_limit(limit: int | None, param: str) -> None:
         raise bad(f"{param} must be at least 1, not {limit}", param=param)
 
 
+MOST_CHOICES = 128
+"""More answers than this to one request no API gives."""
+
+
+def choices(count: int | None, param: str) -> int:
+    """How many answers are wanted at once."""
+    if count is None:
+        return 1
+    if not 1 <= count <= MOST_CHOICES:
+        raise bad(f"{param} must be between 1 and {MOST_CHOICES}, not {count}", param=param)
+    return count
+
+
 def data_url(url: str, param: str) -> str:
     """An image that travels in the request itself: the engine fetches nothing on behalf of a harness."""
     if not url.startswith("data:image/"):
