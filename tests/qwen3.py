@@ -154,8 +154,11 @@ def template_messages(messages: Sequence[Message]) -> list[Message]:
         if role == "assistant":
             if message.get("tool_calls"):
                 made["tool_calls"] = [_call(call) for call in message["tool_calls"]]
-            if message.get("reasoning") is not None:
-                made["reasoning"] = made["reasoning_content"] = message["reasoning"]
+            thought = message.get("reasoning")
+            if thought is None:  # the older name, which most harnesses send back
+                thought = message.get("reasoning_content")
+            if thought is not None:
+                made["reasoning"] = made["reasoning_content"] = thought
         elif role == "tool" and "tool_call_id" in message:
             made["tool_call_id"] = message["tool_call_id"]
         if isinstance(message.get("name"), str):
