@@ -1,7 +1,9 @@
 """Builds the canonical messages of a turn (OpenAI chat shape) out of the pieces that other dialects send.
 
 Assistant messages come out byte for byte as ``domain.turn.as_message`` writes them, so that an answer that
-comes back is the message that was recorded. A tool result needs its call earlier in the history.
+comes back is the message that was recorded. A tool result needs its call earlier in the history. What stands
+as system messages at the start is one message: many chat templates allow no more. ``developer`` is no role of
+theirs (Qwen3's leaves such a message out without a word): it is the system's.
 """
 
 from typing import Any
@@ -40,6 +42,7 @@ class Conversation:
 
     def __init__(self) -> None:
         self._messages: list[Raw] = []
+        self._opening: str | None = None  # the system message that comes first
         self._called: set[str] = set()
         self._reasoning: str | None = None
         self._text: str | None = None
@@ -48,6 +51,12 @@ class Conversation:
     def add(self, role: str, content: str | list[Part]) -> None:
         """A message of anyone but the assistant."""
         self.flush()
+        if role == "system" and isinstance(content, str):
+            if not self._messages:
+                self._opening = content
+            elif len(self._messages) == 1 and self._opening is not None:
+                self._opening = content = f"{self._opening}\n\n{content}"
+                self._messages.clear()
         self._messages.append(Raw(_encode({"role": role, "content": content})))
 
     def think(self, reasoning: str) -> None:

@@ -287,7 +287,8 @@ def _take(conversation: Conversation, item: _Item, where: str) -> None:
         case "message":
             if item.role not in _ROLES:
                 raise bad(f"unknown role {item.role!r}", param=f"{where}.role")
-            conversation.add(item.role, _content(item.content, f"{where}.content"))
+            role = "user" if item.role == "user" else "system"
+            conversation.add(role, _content(item.content, f"{where}.content"))
         case "reasoning":
             # as it was shown, or as it was sealed for clients that get no more than that
             shown = item.content if item.content else item.summary
