@@ -1,8 +1,10 @@
 """What the engine answers and how it may fail, as the proxy and the controller see it."""
 
+from typing import Any
+
 import msgspec
 
-from forge_server.domain.call import Ids, Logprobs
+from forge_server.domain.call import Ids, Logprobs, VersionSpan
 from forge_server.domain.errors import ForgeError
 
 
@@ -13,7 +15,9 @@ class ChatResult(msgspec.Struct, frozen=True, kw_only=True):
     float32 [C] are None when the engine did not send them; a logprob that came as null is NaN.
     ``raw_prompt_ids`` is the text of the prompt ids (``1,2,3``): the result handed back as ``known`` with the
     next call of the same session makes parsing a long prompt cheap. ``message`` holds role, content,
-    reasoning and tool_calls.
+    reasoning and tool_calls. ``stop_reason``: the stop string or token that ended it, None for the end of turn.
+    ``versions``: which tokens were sampled under which policy version, in the engine's own word; -1 is a label
+    that is none of ours; () when it says nothing.
     """
 
     prompt_ids: Ids | None
@@ -25,6 +29,48 @@ class ChatResult(msgspec.Struct, frozen=True, kw_only=True):
     usage_completion: int
     model: str
     raw_prompt_ids: bytes | None = None
+    stop_reason: int | str | None = None
+    versions: tuple[VersionSpan, ...] = ()
+
+
+class Template(msgspec.Struct, frozen=True):
+    """What the chat template puts around an answer.
+
+    ``closing``: the first token after an answer in the history, -1 when there is none that can be told;
+    ``marker`` its text. ``opening``: what stands before an answer that is asked for, and not before the same
+    answer in the history (an opened or an empty think block).
+    """
+
+    closing: int
+    marker: str
+    opening: tuple[int, ...] = ()
+
+
+class Rendered(msgspec.Struct, frozen=True):
+    """The prompt that the chat endpoint would send: int32 ``ids`` [P], their ``text`` (``1,2,3``), and the
+    sampling parameters. ``reasoning``: None when the engine has no reasoning parser, else its arguments."""
+
+    ids: Ids
+    text: bytes
+    sampling: dict[str, Any]
+    reasoning_ended: bool | None = None
+    reasoning: dict[str, Any] | None = None
+
+
+class Generated(msgspec.Struct, frozen=True, kw_only=True):
+    """What was sampled after given ids; see ``ChatResult``. ``completion_text`` is the text of the ids
+    (``1,2,3``), ``text`` what the chat endpoint's parsers would read (None: not told)."""
+
+    completion_ids: Ids | None
+    completion_text: bytes
+    logprobs: Logprobs | None
+    text: str | None
+    finish_reason: str
+    stop_reason: int | str | None
+    usage_prompt: int
+    usage_completion: int
+    model: str
+    versions: tuple[VersionSpan, ...]
 
 
 class EngineRefused(ForgeError):

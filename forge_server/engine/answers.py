@@ -18,7 +18,9 @@ class _Token(msgspec.Struct, gc=False):
     logprob: float | None = None
 
 
-class _Logprobs(msgspec.Struct):
+class TokenLogprobs(msgspec.Struct):
+    """``logprobs`` of a choice, whatever each entry says beside the logprob."""
+
     content: list[_Token] | None = None
 
 
@@ -32,18 +34,21 @@ class _Message(msgspec.Struct):
 class _Choice(msgspec.Struct):
     message: _Message
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
     token_ids: msgspec.Raw = msgspec.Raw(b"null")
-    logprobs: _Logprobs | None = None
+    logprobs: TokenLogprobs | None = None
 
 
-class _Usage(msgspec.Struct):
+class Usage(msgspec.Struct):
+    """``usage`` of an answer."""
+
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
 
 class _Chat(msgspec.Struct):
     choices: list[_Choice]
-    usage: _Usage
+    usage: Usage
     model: str = ""
     prompt_token_ids: msgspec.Raw = msgspec.Raw(b"null")
 
@@ -67,37 +72,58 @@ def chat_result(body: bytes, known: ChatResult | None = None) -> ChatResult:
     ``known`` is an earlier result of the same session; it only saves work. Prompt ids whose number is not the
     usage's are worth nothing and left out.
     """
-    prompt_text, rest = _cut_prompt_ids(body)
+    prompt_text, rest = cut_ids(body, _PROMPT_KEY)
     try:
         chat = _decode_chat(rest)
         choice = chat.choices[0]
     except (msgspec.MsgspecError, IndexError) as error:
-        raise EngineUnavailable(
-            f"the engine's answer is no chat completion ({error})",
-            mend="check that [engine] url points at vLLM",
-            sent=True,
-        ) from None
+        raise unreadable("chat completion", error) from None
     if prompt_text is None:
-        prompt_text = _id_text(chat.prompt_token_ids)
-    prompt_ids = None if prompt_text is None else _prompt_ids(prompt_text, known)
+        prompt_text = id_text(chat.prompt_token_ids)
+    before = None
+    if known is not None and known.raw_prompt_ids and known.prompt_ids is not None:
+        before = (known.raw_prompt_ids, known.prompt_ids)
+    prompt_ids = None if prompt_text is None else parse_ids(prompt_text, before)
     if prompt_ids is not None and prompt_ids.size != chat.usage.prompt_tokens:
         prompt_ids = prompt_text = None
-    completion_text = _id_text(choice.token_ids)
-    message: dict[str, object] = {"role": choice.message.role, "content": choice.message.content}
-    if choice.message.reasoning is not None:
-        message["reasoning"] = choice.message.reasoning
-    if choice.message.tool_calls:
-        message["tool_calls"] = choice.message.tool_calls
+    completion_text = id_text(choice.token_ids)
     return ChatResult(
         prompt_ids=prompt_ids,
-        completion_ids=None if completion_text is None else _parse_ids(completion_text),
-        logprobs=_logprobs(choice.logprobs),
-        message=message,
+        completion_ids=None if completion_text is None else parse_ids(completion_text),
+        logprobs=logprobs(choice.logprobs),
+        message=_plain(choice.message),
         finish_reason=choice.finish_reason or "",
+        stop_reason=choice.stop_reason,
         usage_prompt=chat.usage.prompt_tokens,
         usage_completion=chat.usage.completion_tokens,
         model=chat.model,
         raw_prompt_ids=prompt_text,
+    )
+
+
+def message(body: bytes) -> dict[str, object]:
+    """The message of the first choice in the 200 answer ``body``. Raises as ``chat_result``."""
+    try:
+        return _plain(_decode_chat(body).choices[0].message)
+    except (msgspec.MsgspecError, IndexError) as error:
+        raise unreadable("chat completion", error) from None
+
+
+def _plain(message: _Message) -> dict[str, object]:
+    out: dict[str, object] = {"role": message.role, "content": message.content}
+    if message.reasoning is not None:
+        out["reasoning"] = message.reasoning
+    if message.tool_calls:
+        out["tool_calls"] = message.tool_calls
+    return out
+
+
+def unreadable(what: str, error: Exception) -> EngineUnavailable:
+    """The engine answered 200 with something else than ``what``."""
+    return EngineUnavailable(
+        f"the engine's answer is no {what} ({error})",
+        mend="check that [engine] url points at vLLM",
+        sent=True,
     )
 
 
@@ -134,39 +160,37 @@ def failure(status: int, body: bytes) -> EngineRefused | EngineUnavailable:
 _PROMPT_KEY = b',"prompt_token_ids":['
 
 
-def _cut_prompt_ids(body: bytes) -> tuple[bytes | None, bytes]:
-    """The text of the prompt ids and the body without them, so that the decoder need not walk through them.
+def cut_ids(body: bytes, key: bytes) -> tuple[bytes | None, bytes]:
+    """The text of the ids behind ``key`` (``,"name":[``) and the body without them, so that the decoder need
+    not walk through them.
 
     The key with its comma and bare quotes cannot stand inside a JSON string, so no text of the model's or the
     user's can fake it. A body that spells it otherwise is returned as it is.
     """
-    at = body.rfind(_PROMPT_KEY)
+    at = body.rfind(key)
     if at < 0:
         return None, body
-    start = at + len(_PROMPT_KEY)
+    start = at + len(key)
     end = body.find(b"]", start)
     return (None, body) if end < 0 else (body[start:end], body[:at] + body[end + 1 :])
 
 
-def _id_text(raw: msgspec.Raw) -> bytes | None:
+def id_text(raw: msgspec.Raw) -> bytes | None:
     """``1,2,3`` of the JSON list ``[1,2,3]``; None for anything else."""
     view = bytes(raw)
     return view[1:-1] if view[:1] == b"[" else None
 
 
-def _parse_ids(text: bytes) -> Ids:
+def parse_ids(text: bytes, known: tuple[bytes, Ids] | None = None) -> Ids:
+    """int32 ids of ``1,2,3``. Of a text that continues ``known`` (text, ids) only the rest is parsed."""
+    if known is not None and known[0]:
+        old, ids = known
+        if text.startswith(old) and text[len(old) : len(old) + 1] in (b",", b""):
+            return np.concatenate([ids, parse_ids(text[len(old) + 1 :])])
     return np.fromstring(text, dtype=np.int32, sep=",") if text else np.empty(0, np.int32)
 
 
-def _prompt_ids(text: bytes, known: ChatResult | None) -> Ids:
-    if known is not None and known.raw_prompt_ids and known.prompt_ids is not None:
-        old = known.raw_prompt_ids
-        if text.startswith(old) and text[len(old) : len(old) + 1] in (b",", b""):
-            return np.concatenate([known.prompt_ids, _parse_ids(text[len(old) + 1 :])])
-    return _parse_ids(text)
-
-
-def _logprobs(found: _Logprobs | None) -> Logprobs | None:
+def logprobs(found: TokenLogprobs | None) -> Logprobs | None:
     if found is None or found.content is None:
         return None
     values = [np.nan if token.logprob is None else token.logprob for token in found.content]

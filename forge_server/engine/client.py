@@ -40,10 +40,7 @@ class EngineClient:
         """
         forced = {"model": self.model, "stream": False, "return_token_ids": True, "logprobs": True}
         payload = msgspec.json.encode({**body, **forced})
-        headers = {"X-Request-Id": request_id}
-        status, data = await self._send("POST", "/v1/chat/completions", payload, self._timeout_s, headers)
-        if status != 200:
-            raise answers.failure(status, data)
+        data = await self.post("/v1/chat/completions", payload, request_id=request_id)
         return answers.chat_result(data, known)
 
     async def count_tokens(self, messages: Sequence[Any], tools: Sequence[Any]) -> int:
@@ -86,6 +83,14 @@ class EngineClient:
                 mend="check that [engine] url points at vLLM",
                 sent=True,
             ) from None
+
+    async def post(self, path: str, payload: bytes, *, request_id: str) -> bytes:
+        """The 200 answer to JSON ``payload``, sent as part of call ``request_id``. Raises as ``chat`` does."""
+        headers = {"X-Request-Id": request_id}
+        status, data = await self._send("POST", path, payload, self._timeout_s, headers)
+        if status != 200:
+            raise answers.failure(status, data)
+        return data
 
     async def close(self) -> None:
         """Close every connection; calls in flight fail."""

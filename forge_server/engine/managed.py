@@ -58,6 +58,7 @@ def command(spec: ManagedSpec, model: Path, port: int) -> list[str]:
     # logprobs of the distribution that was sampled, untouched by the model's own sampling defaults
     line += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
     line += ["--worker-extension-cls", EXTENSION, "--disable-uvicorn-access-log"]
+    line.append("--enable-scale-out")  # render, generate and derender, for token-exact forwarding
     if spec.cpu:
         # a seeded request whose prefill is cut in two kills the CPU worker ("CPU Generator does not use offset")
         budget = max(spec.max_model_len, 2048)

@@ -6,13 +6,21 @@ replica is ever ready with other weights than the rest (I9).
 
 import asyncio
 import hashlib
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from forge_server.domain.engine import ChatResult, EngineUnavailable, SwapReport
+from forge_server.domain.call import Ids
+from forge_server.domain.engine import (
+    ChatResult,
+    EngineUnavailable,
+    Generated,
+    Rendered,
+    SwapReport,
+    Template,
+)
 from forge_server.domain.errors import EngineError
-from forge_server.engine import weights
+from forge_server.engine import scale_out, weights
 from forge_server.engine.checkpoint import Policy, version_of
 from forge_server.engine.client import EngineClient
 from forge_server.engine.control import EngineControl
@@ -96,20 +104,72 @@ class EnginePool:
         affinity: str = "",
         known: ChatResult | None = None,
     ) -> ChatResult:
-        """One chat completion; see ``EngineClient.chat``.
+        """One chat completion; see ``EngineClient.chat``."""
+        return await self._ask(
+            affinity or request_id, lambda client: client.chat(body, request_id=request_id, known=known)
+        )
 
-        Calls of equal ``affinity`` (the attempt) go to the same replica while it lives, for its prefix cache.
+    @property
+    def template(self) -> Template | None:
+        """What the chat template puts around an answer; None unless every ready replica offers ``render``,
+        ``generate`` and ``derender``."""
+        found = [replica.template for replica in self._replicas if replica.ready]
+        return found[0] if found and all(template == found[0] for template in found) else None
+
+    async def render(
+        self, body: dict[str, Any], *, request_id: str, affinity: str, known: tuple[bytes, Ids] | None = None
+    ) -> Rendered:
+        """See ``scale_out.render``."""
+        return await self._ask(
+            affinity,
+            lambda client: scale_out.render(client, body, request_id=request_id, known=known),
+        )
+
+    async def generate(
+        self, prompt: bytes, rendered: Rendered, max_tokens: int, *, request_id: str, affinity: str
+    ) -> Generated:
+        """See ``scale_out.generate``."""
+        return await self._ask(
+            affinity,
+            lambda client: scale_out.generate(client, prompt, rendered, max_tokens, request_id=request_id),
+        )
+
+    async def message(
+        self,
+        found: Generated,
+        rendered: Rendered,
+        body: dict[str, Any],
+        prompt_tail: Ids,
+        *,
+        request_id: str,
+        affinity: str,
+    ) -> dict[str, object]:
+        """See ``scale_out.message``."""
+        return await self._ask(
+            affinity,
+            lambda client: scale_out.message(
+                client, found, rendered, body, prompt_tail, request_id=request_id
+            ),
+        )
+
+    async def detokenize(self, ids: Sequence[int]) -> str:
+        """See ``scale_out.detokenize``; the first ready replica is asked."""
+        return await scale_out.detokenize(self._first(), ids)
+
+    async def _ask(self, key: str, act: Callable[[EngineClient], Awaitable[T]]) -> T:
+        """Calls of equal ``key`` (the attempt) go to the same replica while it lives, for its prefix cache.
+
         A replica that could not even be reached is passed over; what may have been sent is not sent again.
         """
         unreachable = EngineUnavailable(
             f"the engine is not ready ({self.reason})", mend="it is brought up again"
         )
-        for replica in self._ranked(affinity or request_id):
+        for replica in self._ranked(key):
             client = replica.client
             if client is None or not replica.ready:
                 continue
             try:
-                return await client.chat(body, request_id=request_id, known=known)
+                return await act(client)
             except EngineUnavailable as error:
                 replica.doubt()
                 if error.sent:

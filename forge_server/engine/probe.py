@@ -7,6 +7,7 @@ import msgspec
 
 from forge_server.domain.engine import EngineUnavailable
 from forge_server.domain.errors import EngineError, ForgeError
+from forge_server.engine import scale_out
 from forge_server.engine.client import EngineClient
 from forge_server.engine.control import EngineControl
 
@@ -107,9 +108,23 @@ async def _updates(client: EngineClient) -> Answer:
     return True, f"{about['tensors']} tensors, {about['dtype']}", ""
 
 
+async def _forwarding(client: EngineClient) -> Answer:
+    """Not needed by anything: without it the proxy forwards messages, and records what the engine makes of
+    them."""
+    template, lacks = await scale_out.probe(client)
+    if template is None:
+        return True, f"not offered ({lacks}): calls are recorded, not spliced", ""
+    return (
+        True,
+        f"offered; an answer in the history ends with {template.marker or 'no token of its own'!r}",
+        "",
+    )
+
+
 _QUESTIONS: tuple[tuple[str, Callable[[EngineClient], Awaitable[Answer]]], ...] = (
     ("engine model", _model),
     ("engine token ids", _ids),
     ("engine logprobs are of the sampling distribution", _distribution),
     ("engine weight updates", _updates),
+    ("engine tokens in, tokens out", _forwarding),
 )

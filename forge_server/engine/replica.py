@@ -7,8 +7,9 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
-from forge_server.domain.engine import EngineUnavailable
+from forge_server.domain.engine import EngineUnavailable, Template
 from forge_server.domain.errors import CheckpointError, EngineError, ForgeError
+from forge_server.engine import scale_out
 from forge_server.engine.checkpoint import Policy
 from forge_server.engine.client import EngineClient
 from forge_server.engine.control import EngineControl
@@ -23,7 +24,8 @@ _BACKOFF_MAX_S = 60.0
 
 
 class Replica:
-    """Runs ``keep`` as a task. ``ready`` is True only while the engine serves the policy it should.
+    """Runs ``keep`` as a task. ``ready`` is True only while the engine serves the policy it should; ``template``
+    is None unless it offers tokens in, tokens out.
 
     ``settle`` gives a found engine the current weights; ``agrees`` tells whether it still claims to
     serve them. Both are the pool's, which runs them one at a time with its swaps.
@@ -47,6 +49,7 @@ class Replica:
         self._doubted = asyncio.Event()
         self._condemned = ""
         self.client: EngineClient | None = None
+        self.template: Template | None = None
         self.ready = False
         self.reason = "starting"
 
@@ -93,9 +96,15 @@ class Replica:
         client = self._connect(address.url)
         try:
             await self._settle(EngineControl(client), address)
+            self.template, lacks = await scale_out.probe(client)
             self.client, self.ready, self.reason = client, True, ""
             self._changed()
-            log.info("engine ready", url=address.url, version=self._policy().version)
+            log.info(
+                "engine ready",
+                url=address.url,
+                version=self._policy().version,
+                tokens_in_tokens_out=lacks or "offered",
+            )
             return await self._watch(client)
         finally:
             self.client, self.ready = None, False
