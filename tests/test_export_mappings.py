@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 import sqlalchemy as sa
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from test_export import WINDOW, broken, record, straight
 from test_trajectory_codec import rows_of
@@ -108,11 +108,13 @@ def read(target: str, rollout: TrainedRollout) -> list[Row]:
 
 
 @pytest.mark.parametrize("target", MAPPINGS)
+@settings(max_examples=30)
 @given(rollout=rollouts())
 def test_every_mapping_gives_the_samples_back(target: str, rollout: TrainedRollout) -> None:
     assert [BACK[target](row) for row in read(target, rollout)] == [whole(s) for s in rollout.samples]
 
 
+@settings(max_examples=40)
 @given(rollout=rollouts())
 def test_advantages_per_token_are_the_rollouts_on_what_is_trained(rollout: TrainedRollout) -> None:
     for row, sample in zip(read("prime-rl", rollout), rollout.samples, strict=True):
@@ -125,6 +127,7 @@ def test_advantages_per_token_are_the_rollouts_on_what_is_trained(rollout: Train
     assert {row["advantage"] for row in read("trl", rollout)} == {rollout.advantage}
 
 
+@settings(max_examples=40)
 @given(rollout=rollouts())
 def test_the_rows_of_a_rollout_are_known_as_one(rollout: TrainedRollout) -> None:
     last = len(rollout.samples) - 1
@@ -144,6 +147,7 @@ def test_the_rows_of_a_rollout_are_known_as_one(rollout: TrainedRollout) -> None
     assert sum(v1[-1]["output"]["response_mask"]) > 0  # veRL reads the rollout's advantage there
 
 
+@settings(max_examples=40)
 @given(rollout=rollouts())
 def test_versions_are_told_where_the_target_has_a_place_for_them(rollout: TrainedRollout) -> None:
     for name, sample in enumerate(rollout.samples):
@@ -156,6 +160,7 @@ def test_versions_are_told_where_the_target_has_a_place_for_them(rollout: Traine
         assert [found[0], found[-1]] == span
 
 
+@settings(max_examples=40)
 @given(rollout=rollouts())
 def test_a_padded_batch_of_verl_holds_every_row_at_its_place(rollout: TrainedRollout) -> None:
     rows = read("verl", rollout)
