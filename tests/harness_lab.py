@@ -21,6 +21,7 @@ from unittest import mock
 
 import msgspec
 import sqlalchemy as sa
+from sample_oracle import Asking, is_generation
 from scripted_engine import Asked, Call, Fault, Policy, Say, ScriptedEngine
 
 from forge_server import app as application
@@ -30,6 +31,7 @@ from forge_server.client.schemas import TaskCreate
 from forge_server.domain.events import EventRow
 from forge_server.domain.run import RunSettings
 from forge_server.domain.sample import Sample
+from forge_server.domain.states import CallEnd, Delivery
 from forge_server.export import reports
 from forge_server.export.records import attempts, find_run
 from forge_server.settings import EngineSettings, SchedulerSettings, ServerSettings, Settings
@@ -79,6 +81,25 @@ class Result:
     cut: Cut
     rollout_id: str
     seconds: float
+    answers: list[dict[str, Any] | None]
+    """What the model said to each call, as a chat message."""
+
+    def askings(self) -> list[Asking]:
+        """The requests for completions, for the oracle; which of them are side calls or came to nothing, and what was
+        answered, is known when each one has become one call."""
+        made = [r for r in self.requests if r.method == "POST" and is_generation(r.path)]
+        if len(made) != len(self.calls):
+            return [Asking(r.path, r.json, dead=r.status != [200]) for r in made]
+        return [
+            Asking(
+                request.path,
+                request.json,
+                answer,
+                side=bool(call.label),
+                dead=call.end != CallEnd.OK or call.delivered == Delivery.NO,
+            )
+            for request, call, answer in zip(made, self.calls, self.answers, strict=True)
+        ]
 
     @property
     def trained_calls(self) -> int:
@@ -276,8 +297,9 @@ class Lab:
             "max_tokens": 10_000_000,
             "max_completion_tokens": 8192,
         }
-        if "forwarding" in RunSettings.__struct_fields__:
-            plain["forwarding"] = self.forwarding
+        plain["forwarding"] = settings.pop("forwarding", self.forwarding)
+        if "forwarding" not in RunSettings.__struct_fields__:
+            del plain["forwarding"]
         began = time.monotonic()
         run = self.client.create_run(plain | settings)
         over = self._ended.setdefault(run.id, threading.Event())
@@ -318,6 +340,7 @@ class Lab:
             cut=cut_up,
             rollout_id=rollout.id,
             seconds=seconds,
+            answers=[view.response for view in self.client.calls(rollout.id, messages=True)],
         )
 
 
