@@ -1,0 +1,1 @@
+"""The Kubernetes backend: every attempt is a bare pod."""

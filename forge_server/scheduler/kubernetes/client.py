@@ -1,0 +1,274 @@
+"""Talks to the API server: raw answers of the official client, decoded by msgspec into the fields that are read.
+
+Every request has a time limit of its own (the client's default would end a watch after 300 s); the watch has one on
+both sides and one on silence, because a connection that is half open says nothing for ever.
+"""
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+from kubernetes.aio import client as k8s
+from kubernetes.aio import config as k8s_config
+
+from forge_server.domain.errors import ConfigError
+from forge_server.scheduler.kubernetes.pod import Pod
+
+ANSWER_S = 30.0
+"""Seconds within which any answer but a watch must be complete."""
+
+PAGE = 500
+"""Pods per page of a list."""
+
+
+class ApiError(Exception):
+    """The API server refused, or did not answer (``status`` 0).
+
+    ``reason`` is its word for it (``AlreadyExists``, ``Forbidden``, ``Expired``), ``retry_after`` seconds.
+    """
+
+    def __init__(self, status: int, reason: str, message: str, retry_after: float = 0.0) -> None:
+        self.status, self.reason, self.message, self.retry_after = status, reason, message, retry_after
+        super().__init__(f"{status or 'no answer'} {reason}: {message}".strip())
+
+    @property
+    def over_quota(self) -> bool:
+        """Refused because the namespace's quota is used up: there will be room again."""
+        return self.status == 403 and "exceeded quota" in self.message
+
+    @property
+    def transient(self) -> bool:
+        """Asking again later may help."""
+        return self.status in (0, 408, 409, 429) or self.status >= 500 or self.over_quota
+
+
+class _ListMeta(msgspec.Struct, frozen=True, rename="camel"):
+    resource_version: str = ""
+    continue_: str = msgspec.field(default="", name="continue")
+
+
+class PodList(msgspec.Struct, frozen=True):
+    items: tuple[Pod, ...] = ()
+    metadata: _ListMeta = _ListMeta()
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """The API server's ``Status`` object."""
+
+    code: int = 0
+    reason: str = ""
+    message: str = ""
+
+
+class WatchEvent(msgspec.Struct, frozen=True):
+    type: str
+    object: msgspec.Raw
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """One line of a watch. ``pod`` of a bookmark has a resource version only."""
+
+    type: str
+    pod: Pod
+
+
+_POD = msgspec.json.Decoder(Pod)
+_LIST = msgspec.json.Decoder(PodList)
+_EVENT = msgspec.json.Decoder(WatchEvent)
+_REFUSAL = msgspec.json.Decoder(Refusal)
+
+
+class Pods:
+    """The pods of one namespace. ``close`` it."""
+
+    def __init__(self, api: k8s.ApiClient, namespace: str) -> None:
+        self._api, self.namespace = api, namespace
+        self._core = k8s.CoreV1Api(api)
+
+    @classmethod
+    async def connect(cls, kubeconfig: str, context: str, namespace: str) -> "Pods":
+        """``kubeconfig``: a file; empty: inside a cluster its account, else the user's own file.
+        ``namespace`` empty: that of the context, or of the account. Raises ConfigError."""
+        configuration = k8s.Configuration()
+        where = kubeconfig or "[kubernetes]"
+        try:
+            if not kubeconfig and _inside():
+                k8s_config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+                found = _own_namespace()
+            else:
+                await k8s_config.load_kube_config(  # type: ignore[no-untyped-call]
+                    config_file=kubeconfig or None,
+                    context=context or None,
+                    client_configuration=configuration,
+                    persist_config=False,
+                )
+                found = _namespace_of(kubeconfig, context)
+        except (k8s_config.ConfigException, OSError, ValueError, KeyError, ssl.SSLError) as error:
+            raise ConfigError(
+                f"no cluster can be reached with this configuration: {str(error)[:300]}",
+                where=where,
+                mend="set [kubernetes] kubeconfig, or run inside the cluster",
+            ) from None
+        configuration.connection_pool_maxsize = 64
+        return cls(k8s.ApiClient(configuration), namespace or found or "default")
+
+    @property
+    def server(self) -> str:
+        return str(self._api.configuration.host)
+
+    async def page(self, selector: str, after: str = "") -> PodList:
+        """One page of the pods that match ``selector``; ``after`` is the page before's ``continue``."""
+        data = await self._ask(
+            self._core.list_namespaced_pod_without_preload_content,
+            self.namespace,
+            label_selector=selector,
+            limit=PAGE,
+            **({"_continue": after} if after else {}),
+        )
+        return _LIST.decode(data)
+
+    async def watch(
+        self, selector: str, version: str, window_s: float, silence_s: float
+    ) -> AsyncIterator[Seen]:
+        """Changes since ``version``, until the server ends the watch (after ``window_s``) or is silent for
+        ``silence_s``; then it just ends. Raises ApiError, with 410 when ``version`` is too old."""
+        response = await self._open(
+            self._core.list_namespaced_pod_without_preload_content,
+            window_s + 60.0,
+            self.namespace,
+            label_selector=selector,
+            watch=True,
+            resource_version=version,
+            allow_watch_bookmarks=True,
+            timeout_seconds=int(window_s),
+        )
+        try:
+            while True:
+                with _attributed():
+                    try:
+                        line = await asyncio.wait_for(response.content.readline(), silence_s)
+                    except TimeoutError:
+                        return
+                if not line:
+                    return
+                event = _EVENT.decode(line)
+                if event.type == "ERROR":
+                    refusal = _REFUSAL.decode(event.object)
+                    raise ApiError(refusal.code, refusal.reason, refusal.message)
+                yield Seen(event.type, _POD.decode(event.object))
+        finally:
+            response.close()
+
+    async def create(self, manifest: dict[str, Any]) -> Pod:
+        """Raises ApiError."""
+        data = await self._ask(
+            self._core.create_namespaced_pod_without_preload_content, self.namespace, manifest
+        )
+        return _POD.decode(data)
+
+    async def get(self, name: str) -> Pod | None:
+        """The pod, or None when there is none of this name. Raises ApiError."""
+        try:
+            data = await self._ask(
+                self._core.read_namespaced_pod_without_preload_content, name, self.namespace
+            )
+        except ApiError as error:
+            if error.status == 404:
+                return None
+            raise
+        return _POD.decode(data)
+
+    async def delete(self, name: str, grace_s: float, *, uid: str = "") -> bool:
+        """Ask for the deletion; False when there is no such pod (with this ``uid``). Raises ApiError."""
+        body: dict[str, Any] = {"gracePeriodSeconds": int(grace_s)}
+        if uid:
+            body["preconditions"] = {"uid": uid}
+        try:
+            await self._ask(
+                self._core.delete_namespaced_pod_without_preload_content, name, self.namespace, body=body
+            )
+        except ApiError as error:
+            if error.status in (404, 409):  # gone, or another pod has the name now
+                return False
+            raise
+        return True
+
+    async def log(self, name: str, container: str, limit_bytes: int) -> str:
+        """The last lines of a container; empty when there are none to be had."""
+        with contextlib.suppress(ApiError):
+            data = await self._ask(
+                self._core.read_namespaced_pod_log_without_preload_content,
+                name,
+                self.namespace,
+                container=container,
+                tail_lines=400,
+            )
+            return data[-limit_bytes:].decode("utf-8", "replace")
+        return ""
+
+    async def close(self) -> None:
+        await self._api.close()  # type: ignore[no-untyped-call]
+
+    async def _ask(self, method: Callable[..., Awaitable[Any]], *given: Any, **named: Any) -> bytes:
+        with _attributed():
+            async with asyncio.timeout(ANSWER_S):
+                response = await self._open(method, ANSWER_S, *given, **named)
+                data: bytes = await response.read()
+        return data
+
+    async def _open(
+        self, method: Callable[..., Awaitable[Any]], limit_s: float, *given: Any, **named: Any
+    ) -> aiohttp.ClientResponse:
+        """The response, whose status is good. Raises ApiError."""
+        with _attributed():
+            response: aiohttp.ClientResponse = await method(*given, _request_timeout=limit_s, **named)
+            if response.status < 300:
+                return response
+            data = await response.read()
+        try:
+            refusal = _REFUSAL.decode(data)
+        except msgspec.MsgspecError:
+            refusal = Refusal(message=data[:300].decode("utf-8", "replace"))
+        wait = response.headers.get("Retry-After", "")
+        raise ApiError(
+            response.status, refusal.reason, refusal.message, float(wait) if wait.isdigit() else 0.0
+        )
+
+
+_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+
+
+def _inside() -> bool:
+    """Whether this process runs in a pod with an account."""
+    return _ACCOUNT.exists()
+
+
+def _own_namespace() -> str:
+    return (_ACCOUNT / "namespace").read_text().strip()
+
+
+def _namespace_of(kubeconfig: str, context: str) -> str:
+    contexts, active = k8s_config.list_kube_config_contexts(  # type: ignore[no-untyped-call]
+        config_file=kubeconfig or None
+    )
+    chosen = next((c for c in contexts if c["name"] == context), active)
+    namespace: str = chosen.get("context", {}).get("namespace", "") if chosen else ""
+    return namespace
+
+
+@contextlib.contextmanager
+def _attributed() -> Iterator[None]:
+    """Trouble of the connection, and answers that are no JSON of Kubernetes, as ApiError."""
+    try:
+        yield
+    except TimeoutError:
+        raise ApiError(0, "Timeout", "the API server did not answer in time") from None
+    except (aiohttp.ClientError, OSError) as error:
+        raise ApiError(0, type(error).__name__, str(error)[:300]) from None
+    except msgspec.MsgspecError as error:
+        raise ApiError(0, "NotKubernetes", f"the answer cannot be read: {error}") from None
