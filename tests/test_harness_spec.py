@@ -188,7 +188,7 @@ def test_without_rules_nothing_is_touched():
 
 def test_a_plan_tells_the_window():
     text = GOOD.replace('"key":', '"window": {window}, "key":').replace(
-        '"{base_url}"', '"{output} of {window}"'
+        '"{base_url}"', '"{output} of {window}, {prompt}"'
     )
     spec = parse(text.replace("api: chat", "api: chat\nwindow_margin: 96"), where="x")
     limits = PlanLimits(
@@ -200,11 +200,11 @@ def test_a_plan_tells_the_window():
         pids=64,
         memory_mb=256,
         window=4096,
-        output=9999,
+        output=1500,
     )
     plan = build_plan(spec, TaskInput(instruction="the {window}"), limits)
     assert plan.files[0].content.startswith('{"window": 4000, "key": "{agent_key}"')
-    assert plan.env == {"BASE": "4000 of 4000"} and plan.instruction == "the {window}"
+    assert plan.env == {"BASE": "1500 of 4000, 2500"} and plan.instruction == "the {window}"
 
 
 def test_a_plan_takes_the_shorter_time_and_the_tasks_size():

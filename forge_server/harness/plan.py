@@ -82,14 +82,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 def build_plan(spec: Spec, task: TaskInput, limits: PlanLimits) -> Plan:
     """The plan of an attempt: of two time limits the shorter counts, of two size limits the task's.
 
-    ``{window}`` and ``{output}`` are filled in here, the other placeholders by the runner.
+    ``{window}``, ``{output}`` and ``{prompt}`` are filled in here, the other placeholders by the runner.
     """
     window = max(limits.window - spec.window_margin, 1)
-    tokens = {"{window}": str(window), "{output}": str(min(limits.output, window))}
+    output = min(limits.output, window)
+    tokens = {"{window}": window, "{output}": output, "{prompt}": max(window - output, 1)}
 
     def fill(text: str) -> str:
         for placeholder, value in tokens.items():
-            text = text.replace(placeholder, value)
+            text = text.replace(placeholder, str(value))
         return text
 
     return Plan(

@@ -1,7 +1,7 @@
 """The schema of ``harness_specs/NAME/spec.yaml``: how one harness is launched against the proxy, as data.
 
-Placeholders in ``argv``, ``env``, ``stdin`` and file contents are filled in once. ``{window}`` and ``{output}``
-are numbers of tokens that the plan holds already (``harness.plan``); the rest is the runner's:
+Placeholders in ``argv``, ``env``, ``stdin`` and file contents are filled in once. ``{window}``, ``{output}`` and
+``{prompt}`` are numbers of tokens that the plan holds already (``harness.plan``); the rest is the runner's:
 ``{base_url}`` (of the relay, without ``/v1``), ``{agent_key}``, ``{model}``, ``{instruction}``,
 ``{workdir}``, ``{home}``, ``{env}`` (where ``install`` put things), ``{python}`` and ``{forge}`` (our own
 packed programs).
@@ -26,6 +26,7 @@ PLACEHOLDERS = (
     "forge",
     "window",
     "output",
+    "prompt",
 )
 _BRACED = re.compile(r"\{([a-z_]+)\}")
 
