@@ -156,6 +156,17 @@ def test_what_moves_is_taken_out():
     assert repr(given) == kept
 
 
+def test_a_message_that_is_all_injected_goes_as_a_whole():
+    rules = Rules(parse(GOOD.replace("role: system", "role: user"), where="x"))
+    note = {"role": "user", "content": [{"type": "text", "text": "x-billing: 7\n"}]}
+    said = {"role": "user", "content": "do it"}
+    result = {"role": "tool", "tool_call_id": "c", "content": ""}
+    mixed = {"role": "user", "content": "x-billing: 7\nmore"}
+    kept = rules.normalise([said, result, mixed, note, {"role": "user", "content": ""}])
+    assert kept == [said, result, {"role": "user", "content": "more"}, {"role": "user", "content": ""}]
+    assert kept[0] is said and kept[1] is result  # what no rule changes keeps its bytes
+
+
 def test_an_agent_is_named_by_its_headers():
     rules = Rules(parse(GOOD, where="x"))
     assert rules.agent({b"x-agent-id": b"a" * 200, b"x-parent-id": b"p", b"x-other": b"o"}) == {

@@ -12,6 +12,7 @@ from forge_server.harness.spec import SideCall, Spec
 
 Message = dict[str, Any]
 _NAME = 100  # letters kept of an agent's name
+_MAY_VANISH = ("system", "developer", "user")  # nothing refers to these, as a result does to its call
 
 
 class Rules:
@@ -33,7 +34,7 @@ class Rules:
         """The messages without what the harness injects and changes from call to call."""
         if not (self._remove or self._drop or self._join):
             return messages
-        return [self._message(message) for message in messages]
+        return [kept for message in messages if (kept := self._message(message)) is not None]
 
     def label(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> str:
         """The label of a side call, or an empty string. The first rule that holds counts."""
@@ -54,7 +55,8 @@ class Rules:
             if headers.get(name)
         }
 
-    def _message(self, message: Message) -> Message:
+    def _message(self, message: Message) -> Message | None:
+        """The message itself if no rule changes it; None when a removal leaves nothing of it."""
         changed = {key: value for key, value in message.items() if key not in self._drop}
         content = changed.get("content")
         patterns = [pattern for role, pattern in self._remove if role == message.get("role")]
@@ -67,7 +69,10 @@ class Rules:
                 changed["content"] = "".join(p["text"] for p in parts)
             else:
                 changed["content"] = parts
-        return changed
+        if changed == message:
+            return message
+        emptied = patterns and content and not changed["content"] and message.get("role") in _MAY_VANISH
+        return None if emptied else changed
 
     def _part(self, part: dict[str, Any], patterns: list[re.Pattern[str]]) -> dict[str, Any]:
         part = {key: value for key, value in part.items() if key not in self._drop}
