@@ -162,6 +162,7 @@ def recipe(name: str) -> Recipe:
 
 def harness_recipe(name: str, install: Install) -> Recipe:
     """The recipe of a harness from its spec's ``install`` section. Raises NotFound for a reserved name."""
+    name = install.env or name
     if name in OWN or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         raise NotFound(f"a harness environment cannot be named {name!r}", mend="rename the harness")
     steps = []
@@ -272,7 +273,8 @@ def _make(wanted: Recipe, folder: Path, progress: Progress) -> None:
     if _uses_pip(wanted):
         _make_venv(wanted, folder, progress)
     for number, step in enumerate(wanted.steps, 1):
-        progress(f"[{number}/{len(wanted.steps)}] {step.tool} {' '.join(step.arguments)}")
+        told = " ".join(step.arguments).replace(NODE, "node")
+        progress(f"[{number}/{len(wanted.steps)}] {step.tool} {told}")
         _run(_command(step, wanted, folder), wanted, folder, progress)
         _link_npm_programs(folder)  # after each: the Node of the first step runs the npm of the next
     progress(f"environment {wanted.name}: ready after {time.monotonic() - started:.0f} s")

@@ -173,6 +173,8 @@ def test_an_npm_harness_has_its_programs_in_bin(tmp_path: Path, cache: Path) -> 
     folder = environments.ensure_harness("tool", Install(npm=(str(package),)), lambda line: None)
     assert (folder / "bin" / "tinytool").resolve().read_text().startswith("#!/usr/bin/env node")
     assert not (folder / "bin" / "node").exists()
+    variant = Install(npm=(str(package),), env="tool")
+    assert environments.ensure_harness("tool-lean", variant, pytest.fail) == folder
     with pytest.raises(EnvironmentMissing, match="ended with"):
         environments.ensure_harness("tool2", Install(npm=(str(package),), node="999"), lambda line: None)
 
