@@ -103,6 +103,12 @@ class SandboxError(ForgeError):
     type, status = "sandbox", 503
 
 
+class ClusterError(ForgeError):
+    """The Kubernetes cluster does not answer, or does not let us do what we must."""
+
+    type, status = "cluster", 503
+
+
 class EnvironmentMissing(ForgeError):
     """A program or virtual environment that is needed is not installed."""
 

@@ -13,7 +13,7 @@ from forge_server.domain.events import Fact
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """One attempt to be launched. ``memory_mb`` and ``pids`` are its limits."""
+    """One attempt to be launched. ``memory_mb`` and ``pids`` are its limits; it needs ``lifetime_s`` at most."""
 
     attempt_id: str
     rollout_id: str
@@ -22,6 +22,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     join_token: str
     memory_mb: int
     pids: int
+    lifetime_s: float
 
 
 class Gone(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +49,15 @@ class Backend(Protocol):
     @property
     def name(self) -> Literal["local", "kubernetes"]: ...
 
+    @property
+    def missing(self) -> Fact:
+        """What it means when nothing runs for an attempt that was launched."""
+        ...
+
+    def room(self) -> bool:
+        """Whether a further attempt is worth a try now; False holds launches back and spends none."""
+        ...
+
     async def start(self, on_gone: Callable[[Gone], None]) -> None:
         """Take over or clear away what an earlier life left; from now on call ``on_gone`` on the event loop.
 
@@ -61,7 +71,7 @@ class Backend(Protocol):
         """End the runner and everything it started, by force after ``grace_s``; nothing left on return."""
 
     async def running(self) -> frozenset[str]:
-        """The attempts that something is running for. Raises when that cannot be known."""
+        """The attempts that something is running for. Raises ClusterError when that cannot be known."""
 
     async def close(self, grace_s: float) -> None:
         """Stop whatever must not outlive the server."""

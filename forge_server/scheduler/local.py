@@ -77,6 +77,7 @@ class LocalBackend:
     """Lives as long as the server; see ``scheduler.backend.Backend``."""
 
     name: Literal["local"] = "local"
+    missing = Fact.PROCESS_GONE
 
     def __init__(self, options: LocalOptions, harness_home: HarnessHome) -> None:
         self._options, self._home = options, harness_home
@@ -85,6 +86,10 @@ class LocalBackend:
         self._on_gone: Callable[[Gone], None] = lambda gone: None
         self.sandbox: Sandbox | None = None
         self._cgroups = Cgroups("", [])
+
+    def room(self) -> bool:
+        """Always: what this machine bears is what ``in_flight`` says."""
+        return True
 
     @property
     def forge(self) -> Path:

@@ -19,11 +19,11 @@ import structlog
 import zstandard
 
 from forge_server.domain import events as e
-from forge_server.domain.errors import SpecError, TaskError
+from forge_server.domain.errors import ClusterError, SpecError, TaskError
 from forge_server.domain.events import Applied, DeadlinePassed, Event, EventRow
 from forge_server.domain.ids import new_id
 from forge_server.domain.states import AttemptState
-from forge_server.harness.plan import Plan, PlanCaps
+from forge_server.harness.plan import Plan
 from forge_server.scheduler import queue
 from forge_server.scheduler.backend import Backend, Gone, Launch, LaunchFailed
 from forge_server.store import keys
@@ -31,6 +31,12 @@ from forge_server.store import tables as t
 from forge_server.store.database import Store
 
 log = structlog.get_logger(__name__)
+
+BACKSTOP_S = 600.0
+"""Beyond an attempt's own clocks: holds and restarts of ours lengthen them."""
+
+ROOM_S = 0.5
+"""How soon a backend that had no room is asked again."""
 
 _WAKING = frozenset({"attempt_ended", "rollout_created", "rollout_pending", "group_created", "run_resumed"})
 
@@ -155,7 +161,11 @@ class Scheduler:
     async def reconcile(self) -> None:
         """Tick: make rows and processes agree. The rows are read after the processes, so none is missed
         (I7)."""
-        running = await self._backend.running()
+        try:
+            running = await self._backend.running()
+        except ClusterError as error:
+            log.warning("nothing is concluded while the backend is blind", error=str(error))
+            return
         rows = {a.attempt_id: a for a in await self._store.read(lambda c: queue.live(c, self._backend.name))}
         orphans = running - rows.keys()
         for attempt_id in orphans & self._orphans:  # one that has just finished may still be leaving
@@ -168,7 +178,7 @@ class Scheduler:
             if attempt.attempt_id in running | self._launching or attempt.since > overdue:
                 continue
             launched = attempt.state is not AttemptState.QUEUED
-            fact = e.Fact.PROCESS_GONE if launched else e.Fact.LAUNCH_FAILED
+            fact = self._backend.missing if launched else e.Fact.LAUNCH_FAILED
             evidence = {"reconcile": "the backend has nothing for it"}
             await self._lifecycle.apply(
                 e.BackendFact(attempt_id=attempt.attempt_id, fact=fact, evidence=evidence)
@@ -226,6 +236,9 @@ class Scheduler:
         free = self._in_flight - len(self._live)
         if free <= 0 or not self._accepting or self._suspended:
             return
+        if not self._backend.room():
+            self._wake_at(ROOM_S)
+            return
         now = self._clock()
         found, moment = await self._store.read(
             lambda c: (queue.pending(c, now, free), queue.next_moment(c, now))
@@ -250,8 +263,8 @@ class Scheduler:
                 self._live.discard(attempt_id)
                 self._note_idle()
                 return
-            limits = (await self._plans.plan(attempt_id)).limits
-            handle = await self._backend.launch(self._order(attempt_id, item, limits))
+            plan = await self._plans.plan(attempt_id)
+            handle = await self._backend.launch(self._order(attempt_id, item, plan))
             await self._lifecycle.apply(e.AttemptLaunched(attempt_id=attempt_id, handle=handle))
         except (SpecError, TaskError) as error:
             await self._fail(attempt_id, e.Fact.BAD_SPEC, {"error": str(error)})
@@ -278,15 +291,16 @@ class Scheduler:
             e.BackendFact(attempt_id=attempt_id, fact=fact, evidence=evidence, independent=True)
         )
 
-    def _order(self, attempt_id: str, item: queue.Pending, limits: PlanCaps) -> Launch:
+    def _order(self, attempt_id: str, item: queue.Pending, plan: Plan) -> Launch:
         return Launch(
             attempt_id=attempt_id,
             rollout_id=item.rollout_id,
             run_id=item.run_id,
             harness=item.harness,
             join_token=keys.attempt_key(self._secret, attempt_id, "join"),
-            memory_mb=limits.memory_mb,
-            pids=limits.pids,
+            memory_mb=plan.limits.memory_mb,
+            pids=plan.limits.pids,
+            lifetime_s=self._options.startup_s + plan.agent_s + plan.verify_s + plan.grace_s + BACKSTOP_S,
         )
 
     async def _report(self, gone: Gone) -> None:
