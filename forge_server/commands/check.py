@@ -2,9 +2,11 @@
 
 import asyncio
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
+from rich.table import Table
 
 from forge_server import environments, logs
 from forge_server import settings as config_tree
@@ -17,10 +19,12 @@ from forge_server.domain.errors import ForgeError
 from forge_server.engine.client import EngineClient
 from forge_server.engine.managed import running_engine
 from forge_server.engine.probe import preflight
+from forge_server.export.identity import chat_template
 from forge_server.scheduler.sandbox import probe
 from forge_server.services import data_folder
 from forge_server.settings import Settings
 from forge_server.store import schema
+from forge_server.trajectory.prefixes import ChatTemplate, Finding, findings
 
 
 class NotReady(ForgeError):
@@ -38,13 +42,17 @@ def check(config: str | None, data: str | None, as_json: bool) -> None:
     checks = [Check("settings", True, str(config_tree.find_file(config) or "all defaults"))]
     checks += [*_server(settings), *_database(settings), *_sandbox(settings)]
     checks += [*_environments(settings), *_harnesses(settings), *_model(settings)]
+    template, found = _chat_template(settings)
+    checks += template
     checks += asyncio.run(_engine(settings))
     if as_json:
+        checks += [Check(f"chat template: {f.case}", True, _told(f)) for f in found]
         print(msgspec.json.encode(checks).decode())
     else:
         for line in checks:
             mark = "[green]ok[/]  " if line.ok else "[red]FAIL[/]"
             out.console.print(f"{mark} {line.name}: {out.text(line.detail)}", soft_wrap=True)
+        _print_prefixes(found)
     failed = [line.name for line in checks if not line.ok]
     if failed:
         raise NotReady(f"not ready: {', '.join(failed)}", mend="see the lines above")
@@ -130,6 +138,54 @@ def _model(settings: Settings) -> Iterator[Check]:
             yield Check("model", True, str(model_folder(settings)))
         except ForgeError as error:
             yield Check("model", False, str(error))
+
+
+def _chat_template(settings: Settings) -> tuple[list[Check], tuple[Finding, ...]]:
+    """Whether there is a template, and which histories it keeps; a break costs time, so it is no failure."""
+    engine = settings.engine
+    if not engine.model:
+        return [], ()
+    folder = settings.path(engine.model)
+    if not (folder / "config.json").exists():
+        folder = folder / "huggingface"
+    template = chat_template(folder)
+    for flag, value in pairwise(engine.flags):
+        if flag == "--chat-template" and Path(value).is_file():
+            template = ChatTemplate(Path(value).read_text(), template.special if template else {})
+    if template is None:
+        return [Check("chat template", True, f"none in {folder}: histories are not looked at")], ()
+    try:
+        found = findings(template)
+    except ValueError as error:
+        return [Check("chat template", False, str(error))], ()
+    broken = sum(f.extends is False for f in found)
+    applies = sum(f.extends is not None for f in found)
+    detail = f"record mode cuts {broken} of {applies} histories into samples; --json shows where they part"
+    return [Check("chat template", True, detail if broken else "keeps every history")], found
+
+
+def _told(found: Finding) -> str:
+    if found.extends is None:
+        return f"not looked at: {found.why}"
+    if found.extends:
+        return "extends"
+    return (
+        f"breaks: {found.written!r} was written, the next prompt has {found.rendered!r}; {found.cost}; "
+        f"kept by {found.mend}"
+    )
+
+
+def _print_prefixes(found: tuple[Finding, ...]) -> None:
+    if not found:
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("chat template, when", "record mode", "what it costs", "kept by"):
+        table.add_column(column, overflow="fold")
+    for each in found:
+        word = {True: "extends", False: "[yellow]breaks[/]", None: "-"}[each.extends]
+        table.add_row(each.case, word, out.text(each.cost or each.why), each.mend)
+    out.console.print()
+    out.console.print(table)
 
 
 async def _engine(settings: Settings) -> list[Check]:

@@ -8,6 +8,7 @@ import sqlalchemy as sa
 
 from forge_server.export.records import Reader, Run
 from forge_server.store import tables as t
+from forge_server.trajectory.prefixes import ChatTemplate
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -27,9 +28,54 @@ def identity(reader: Reader, run: Run) -> Identity:
 
 def of_model(folder: Path) -> Identity:
     """Of a folder in Hugging Face format."""
-    tokenizer, template = folder / "tokenizer.json", folder / "chat_template.jinja"
-    return Identity(_sha(tokenizer), _sha(template) or _sha(folder / "tokenizer_config.json"))
+    tokenizer, template = folder / "tokenizer.json", chat_template(folder)
+    return Identity(
+        _sha(tokenizer.read_bytes()) if tokenizer.is_file() else "",
+        _sha(template.text.encode()) if template else "",
+    )
 
 
-def _sha(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
+def chat_template(folder: Path) -> ChatTemplate | None:
+    """The chat template of a folder in Hugging Face format, as vLLM picks it for requests with tools.
+
+    None when there is none, or the files cannot be read.
+    """
+    try:
+        config = msgspec.json.decode((folder / "tokenizer_config.json").read_bytes(), type=_TokenizerConfig)
+    except (OSError, msgspec.MsgspecError):
+        config = _TokenizerConfig()
+    special = {name: _token(getattr(config, name)) for name in ("bos_token", "eos_token", "pad_token")}
+    special = {name: token for name, token in special.items() if token}
+    file, text = folder / "chat_template.jinja", config.chat_template
+    try:
+        text = file.read_text() if file.is_file() else text
+    except (OSError, UnicodeDecodeError):
+        return None
+    if isinstance(text, list):
+        named = {entry.name: entry.template for entry in text}
+        text = named.get("tool_use") or named.get("default")
+    return ChatTemplate(text, special) if text else None
+
+
+class _Named(msgspec.Struct, frozen=True):
+    name: str
+    template: str
+
+
+class _AddedToken(msgspec.Struct, frozen=True):
+    content: str
+
+
+class _TokenizerConfig(msgspec.Struct, frozen=True):
+    chat_template: str | list[_Named] | None = None
+    bos_token: str | _AddedToken | None = None
+    eos_token: str | _AddedToken | None = None
+    pad_token: str | _AddedToken | None = None
+
+
+def _token(value: str | _AddedToken | None) -> str:
+    return value.content if isinstance(value, _AddedToken) else value or ""
+
+
+def _sha(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
