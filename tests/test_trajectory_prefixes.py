@@ -81,8 +81,9 @@ def test_a_prompt_that_opens_what_the_history_leaves_out_breaks_every_call() -> 
         "{% if add_generation_prompt %}<assistant>", "{% if add_generation_prompt %}<assistant>["
     )
     found = by_case(ChatTemplate(opens))
-    assert not found["a tool result follows an answer without reasoning"].extends
-    assert found["a tool result follows an answer without reasoning"].written.endswith("istant>[")
+    dropped = found["a tool result follows an answer without reasoning"]
+    assert dropped.extends is False and dropped.mend == KEEP_REASONING
+    assert dropped.written.endswith("istant>[")
     assert found["a tool result follows, reasoning is sent back"].extends
 
 

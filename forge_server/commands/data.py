@@ -8,6 +8,7 @@ from typing import cast, get_args
 import msgspec
 
 from forge_server import settings as config_tree
+from forge_server.commands import drift as explained
 from forge_server.commands import show as out
 from forge_server.domain.errors import ForgeError
 from forge_server.export import reports
@@ -63,11 +64,7 @@ def drift(run: str, config: str | None, as_json: bool) -> None:
     if as_json:
         print(msgspec.json.encode(report).decode())
         return
-    out.one(report, False)
-    out.console.print(
-        f"[bold]merge ratio[/]  {report.merge_ratio:.2f} calls per sample\n"
-        f"[bold]overhead[/]  {report.overhead:.2f} times the tokens of one sample per attempt"
-    )
+    explained.show(run, report)
 
 
 def check(run: str, config: str | None, as_json: bool) -> None:

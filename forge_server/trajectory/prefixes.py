@@ -218,14 +218,15 @@ def _play(case: _Case, render: Render, thinks: bool) -> Finding:
         return Finding(case=case.name, extends=None, why="the template renders no tool calls")
     if case.swap is not None and case.swap[0] not in written:
         return Finding(case=case.name, extends=None, why="the template writes it in another form")
-    if not written.startswith(asked):
+    opens = not written.startswith(asked)
+    if opens:
         written = asked  # it opens an answer with what it leaves out of one that has been given
     elif case.swap is not None:
         written = written.replace(*case.swap)
     if after.startswith(written):
         return Finding(case=case.name, extends=True)
     at = next((i for i, (a, b) in enumerate(zip(written, after, strict=False)) if a != b), len(after))
-    forgets = _THOUGHT in written and _THOUGHT not in after
+    forgets = opens or (_THOUGHT in written and _THOUGHT not in after)
     return Finding(
         case=case.name,
         extends=False,
