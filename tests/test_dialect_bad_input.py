@@ -96,6 +96,10 @@ REFUSED: list[tuple[Dialect, Body, str]] = [
     (COMPLETIONS, {"model": "m", "prompt": ""}, "empty"),
     (COMPLETIONS, {"model": "m", "prompt": []}, "empty"),
     (COMPLETIONS, {"model": "m", "prompt": {}}, "$.prompt"),
+    # what would change the answer
+    (CHAT, chat(continue_final_message=True), "continue_final_message"),
+    (CHAT, chat(functions=[{"name": "f"}]), "use tools"),
+    (CHAT, chat(function_call="auto"), "use tool_choice"),
     # roles
     (CHAT, chat({"role": "robot", "content": "x"}), "robot"),
     (RESPONSES, responses({"role": "robot", "content": "x"}), "robot"),
@@ -244,6 +248,17 @@ def test_what_is_no_request_is_refused(dialect: Dialect | Counter, body: bytes) 
         dialect.read(body)
     assert caught.value.status == 400
     shaped(dialect, caught.value)
+
+
+def test_a_null_is_nothing() -> None:
+    for dialect, body in (
+        (CHAT, chat(functions=None, tools=None, n=None, stop=None, tool_choice=None, stream=None)),
+        (RESPONSES, responses(tools=[{"type": "function", "name": "f", "parameters": None}], text=None)),
+        (MESSAGES, claude(tools=None, system=None, thinking=None, stop_sequences=None)),
+        (GEMINI, google(tools=None, systemInstruction=None, generationConfig=None, toolConfig=None)),
+        (COMPLETIONS, {"model": "m", "prompt": "hi", "n": None, "stop": None, "suffix": None}),
+    ):
+        assert dialect.read(msgspec.json.encode(body)).messages
 
 
 def nested(depth: int) -> Any:

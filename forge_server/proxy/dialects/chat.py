@@ -14,7 +14,15 @@ from msgspec import UNSET, Raw, UnsetType
 from forge_server.domain.turn import Completion, Turn, as_message
 from forge_server.proxy.dialects.base import Dialect, Refusal
 from forge_server.proxy.dialects.errors import openai_error, openai_error_event
-from forge_server.proxy.dialects.reading import bad, bounded, check_choice, check_text, choices
+from forge_server.proxy.dialects.reading import (
+    NULL,
+    bad,
+    bounded,
+    check_choice,
+    check_text,
+    choices,
+    unsupported,
+)
 
 
 class _StreamOptions(msgspec.Struct):
@@ -80,6 +88,11 @@ _SAMPLING = (
     "seed",
 )
 _KNOWN = frozenset(_Request.__struct_fields__)
+_REFUSED = {  # what cannot be left out without changing what the answer is
+    "continue_final_message": "end with another message",
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+}
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 
 _decode = msgspec.json.Decoder(_Request).decode
@@ -98,6 +111,9 @@ def read(body: bytes) -> Turn:
         raise Refusal(400, "invalid_request", f"the request body is not valid: {error}") from None
     except msgspec.DecodeError as error:
         raise Refusal(400, "invalid_json", f"the request body is not JSON: {error}") from None
+    for name, instead in _REFUSED.items():
+        if bytes(keys.get(name, NULL)) not in (b"null", b"false", b"[]"):
+            raise unsupported(name, param=name, instead=instead)
     if not request.messages:
         raise Refusal(400, "invalid_request", "messages is empty", param="messages")
     called: set[str | None] = set()

@@ -14,6 +14,7 @@ T = TypeVar("T")
 
 NOTHING = Raw()
 """Stands in a field of type Raw for one that was not sent."""
+NULL = Raw(b"null")
 
 _decode_keys = msgspec.json.Decoder(dict[str, Raw]).decode
 _decode_any = msgspec.json.Decoder().decode
@@ -53,7 +54,7 @@ def check_text(raw: Raw) -> None:
 
 def schema_of(given: Raw, param: str) -> Raw | None:
     """The JSON schema of a tool's arguments, or None where there is none."""
-    if given in (NOTHING, b"null"):
+    if given in (NOTHING, NULL):
         return None
     if not bytes(given).startswith(b"{"):
         raise bad("the schema of a tool's arguments is not an object", param=param)
