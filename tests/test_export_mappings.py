@@ -304,6 +304,17 @@ def test_a_reward_limit_would_move_a_baseline_and_is_refused(tmp_path: Path) -> 
             command.export("first", target, str(tmp_path / "out"), 0.5, None)
 
 
+def test_the_command_names_the_file_by_run_and_format(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("forge.toml").write_text(f'[store]\nurl = "sqlite:///{tmp_path / "forge.db"}"\n')
+    cli.main(["export", "first", "--format", "slime"], standalone_mode=False)
+    assert len(Path("first.slime.jsonl").read_text().splitlines()) == 5
+    told = " ".join(capsys.readouterr().out.split())
+    assert "first.slime.jsonl: 5 samples of 4 rollouts" in told and "equal_rewards=2" in told
+
+
 # --- the documentation ---------------------------------------------------------------------------------------
 
 PAGE = (Path(__file__).parents[1] / "docs" / "export.md").read_text()
