@@ -1,8 +1,8 @@
 """How the harness and the verifier are confined: the levels, and what each one is made of.
 
     namespaces  bubblewrap: own mounts, processes, network, ipc; with root also a user of its own
-    user        a user of its own, nothing else; needs root. What the runner does inside a pod,
-                where the pod is the sandbox
+    pod         a user of its own inside a pod, which is the sandbox: everything is in its real place
+    user        a user of its own, nothing else; needs root
     none        nothing: for trusted harnesses only
 
 Invariant I10: from ``user`` upwards the agent can neither read the runner's memory or environment nor
@@ -27,11 +27,12 @@ TYPE_CHECKING = False  # without importing typing: every attempt would pay for i
 if TYPE_CHECKING:
     from typing import Any
 
-LEVELS = ("none", "user", "namespaces")
+LEVELS = ("none", "user", "pod", "namespaces")
 RELAY_PORT = 41000
 SCRATCH_BYTES = 1 << 30  # of /tmp, which is memory
 HOME = "/home/agent"
 FORGE = "/forge"
+_POD_CGROUPS = ("/sys/fs/cgroup/memory", "/sys/fs/cgroup")  # a container's own, version 1 and 2
 _SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _ETC = ("alternatives", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "mime.types", "ssl")
 
@@ -47,7 +48,7 @@ class Box:
     def __init__(self, order: dict[str, Any]) -> None:
         self.level: str = order["level"]
         self.uid: int = order.get("uid", -1)
-        if self.level not in LEVELS or (self.level == "user" and self.uid < 0):
+        if self.level not in LEVELS or (self.level in ("user", "pod") and self.uid < 0):
             raise ValueError(f"impossible sandbox level {self.level!r} with uid {self.uid}")
         self.python: str = order["python"]
         self.forge: str = order["forge"]
@@ -56,11 +57,22 @@ class Box:
         self.root: str = order["root"]
         self.cgroups: list[str] = order.get("cgroups", [])
         self.bwrap: str = order.get("bwrap", "bwrap")
+        self._places: dict[str, str] = {}
 
     @property
     def wrapped(self) -> bool:
         """Whether bubblewrap gives the processes their own view of files, processes and network."""
         return self.level == "namespaces"
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the work folder, the tests and the logs are where the plan and the verifier call them."""
+        return self.level == "pod"
+
+    def settle(self, workdir: str) -> None:
+        """The plan is known: in a pod the work folder is ``workdir`` itself."""
+        if self.in_place:
+            self._places = {"work": workdir, "tests": "/tests", "logs": "/logs"}
 
     @property
     def own_user(self) -> bool:
@@ -69,12 +81,21 @@ class Box:
 
     def path(self, name: str) -> str:
         """A folder or file of the attempt on this side of the sandbox."""
-        return os.path.join(self.root, name)
+        first, _, rest = name.partition("/")
+        place = self._places.get(first, os.path.join(self.root, first))
+        return os.path.join(place, rest) if rest else place
 
     def give(self, path: str) -> None:
         """Make the agent's user the owner."""
         if self.own_user:
             os.chown(path, self.uid, self.uid, follow_symlinks=False)
+
+    def give_all(self, path: str) -> None:
+        """Make the agent's user the owner of a folder and of all that is in it."""
+        self.give(path)
+        for folder, folders, files in os.walk(path):
+            for name in (*folders, *files):
+                self.give(os.path.join(folder, name))
 
 
 class Child:
@@ -292,12 +313,12 @@ def processes_of(uid: int) -> list[int]:
 
 def oom_kills(box: Box) -> bool:
     """Whether the kernel killed a process of the attempt for want of memory (within its own limit)."""
-    for folder in box.cgroups:
+    for folder in box.cgroups or (_POD_CGROUPS if box.in_place else ()):
         for name in ("memory.oom_control", "memory.events"):  # cgroup v1, v2
             try:
                 with open(os.path.join(folder, name)) as file:
                     counts = dict(line.split() for line in file)
-            except FileNotFoundError:
+            except OSError:
                 continue
             if int(counts.get("oom_kill", 0)) > 0:
                 return True

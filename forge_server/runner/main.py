@@ -38,13 +38,17 @@ RECEIPTS_S = 1.0  # the connections of a dead harness are closed by then
 def main() -> int:
     """Read the launch order (environment ``FORGE_RUNNER``, else one line of stdin) and run the attempt.
 
-    With the order on stdin, the end of stdin means that the server is gone: the attempt dies with it.
+    With the order on stdin, the end of stdin means that the server is gone: the attempt dies with it. An order
+    may name a file that holds the join token: what is in the environment can be read by whoever may list pods.
     """
     text = os.environ.pop("FORGE_RUNNER", "")
     in_environment = bool(text)
     if not in_environment:
         text = sys.stdin.readline()
     order = json.loads(text)
+    if "token_file" in order:
+        with open(order["token_file"]) as file:
+            order["token"] = file.read().strip()
     attempt = Attempt(order)
     if not in_environment:
         threading.Thread(target=_die_with_server, args=(attempt.box,), daemon=True).start()
@@ -159,6 +163,7 @@ class Attempt:
         self.control.key = start["runner_key"]
         self.plan = plan = start["plan"]
         wrapped = self.box.wrapped
+        self.box.settle(plan["workdir"])
         self.values = {
             "agent_key": start["agent_key"],
             "model": plan["model"],
@@ -225,7 +230,9 @@ class Attempt:
         env["FORGE_TESTS"] = "/tests" if box.wrapped else tests
         env["FORGE_LOGS"] = "/logs/verifier" if box.wrapped else out
         argv = plan["verify_argv"]
-        if not box.wrapped:  # without mounts of its own, /tests is somewhere else
+        if box.in_place and argv[0] == "bash" and not os.path.exists("/bin/bash"):
+            argv = ["/bin/sh", *argv[1:]]
+        if not (box.wrapped or box.in_place):  # without mounts of its own, /tests is somewhere else
             argv = [tests + a.removeprefix("/tests") if a.startswith("/tests/") else a for a in argv]
         child.go(argv, env, inside, stdin=None, max_processes=plan["limits"]["pids"])
         status = child.wait(plan["verify_s"], self.stop.wake)

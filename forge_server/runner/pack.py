@@ -1,4 +1,4 @@
-"""Packs what runs beside the harness into one folder: ``runner.pyz``, ``react.pyz`` and ``stage.py``.
+"""Packs what runs beside the harness into one folder: ``runner.pyz``, ``react.pyz``, ``stage.py``, ``bring.py``.
 
 Both archives hold source and byte code: the byte code saves its compilation at every start where the
 interpreter is the one that packed, the source makes them run on others. This module runs in the
@@ -22,11 +22,13 @@ def pack(into: Path) -> Path:
     """Write the programs into folder ``into`` (each replaced by rename); returns it."""
     into.mkdir(parents=True, exist_ok=True)
     sources = {f"forge_runner/{p.name}": p.read_text() for p in sorted(_HERE.glob("*.py"))}
-    del sources["forge_runner/pack.py"]
+    for name in ("pack", "tree", "bring"):
+        del sources[f"forge_runner/{name}.py"]
     _replace(into / "runner.pyz", _archive({**sources, "__main__.py": _ENTRY}))
     react = (_HERE.parent / "harness" / "react.py").read_text()
     _replace(into / "react.pyz", _archive({"react.py": react, "__main__.py": _REACT_ENTRY}))
-    _replace(into / "stage.py", (_HERE / "stage.py").read_bytes())
+    for name in ("stage.py", "bring.py"):
+        _replace(into / name, (_HERE / name).read_bytes())
     return into
 
 

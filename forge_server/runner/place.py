@@ -21,10 +21,19 @@ def fill(text: str, values: dict[str, str]) -> str:
 
 
 def make_folders(box: Box) -> None:
-    """The attempt's folder, with ``work`` and ``home`` owned by the agent's user, and a small ``/etc``."""
+    """The attempt's folder, with ``work`` and ``home`` owned by the agent's user, and a small ``/etc``.
+
+    In a pod the work folder may come with the image: what is in it becomes the agent's.
+    """
     os.makedirs(box.root, mode=0o711, exist_ok=True)
-    folder(box, "work", owned=True)
+    if box.in_place:
+        os.makedirs(box.path("work"), exist_ok=True)
+        box.give_all(box.path("work"))
+    else:
+        folder(box, "work", owned=True)
     folder(box, "home", owned=True)
+    if box.in_place:
+        return
     uid = box.uid if box.own_user else 1000
     _plain(box.path("passwd"), f"root:x:0:0:root:/root:/bin/sh\nagent:x:{uid}:{uid}:agent:{HOME}:/bin/sh\n")
     _plain(box.path("group"), f"root:x:0:\nagent:x:{uid}:\n")
@@ -32,8 +41,10 @@ def make_folders(box: Box) -> None:
 
 
 def folder(box: Box, name: str, *, owned: bool) -> str:
-    """Make a folder of the attempt; returns its path."""
+    """Make a folder of the attempt; returns its path. What an image has in its place is removed."""
     path = box.path(name)
+    if box.in_place and os.path.lexists(path):
+        remove(path)
     os.mkdir(path)
     os.chmod(path, 0o755)
     if owned:
@@ -61,10 +72,22 @@ def put(box: Box, below: str, path: str, content: bytes, mode: int) -> None:
             os.mkdir(place, 0o755)
             box.give(place)
     place = os.path.join(place, parts[-1])
+    if box.in_place and os.path.lexists(place):  # the image brought one
+        remove(place)
     with open(place, "xb") as file:
         file.write(content)
     os.chmod(place, mode)
     box.give(place)
+
+
+def remove(path: str) -> None:
+    """Remove a file, a link or a whole folder."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        import shutil  # seldom needed
+
+        shutil.rmtree(path)
+    else:
+        os.unlink(path)
 
 
 def _plain(path: str, text: str) -> None:

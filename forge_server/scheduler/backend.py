@@ -13,7 +13,10 @@ from forge_server.domain.events import Fact
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """One attempt to be launched. ``memory_mb`` and ``pids`` are its limits; it needs ``lifetime_s`` at most."""
+    """One attempt to be launched. ``memory_mb`` and ``pids`` are its limits; it needs ``lifetime_s`` at most.
+
+    ``image``: of its task; empty: the backend's default.
+    """
 
     attempt_id: str
     rollout_id: str
@@ -23,6 +26,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     memory_mb: int
     pids: int
     lifetime_s: float
+    image: str = ""
 
 
 class Gone(msgspec.Struct, frozen=True, kw_only=True):

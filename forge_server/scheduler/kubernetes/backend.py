@@ -27,6 +27,9 @@ from forge_server.scheduler.kubernetes.watch import PodCache
 log = structlog.get_logger(__name__)
 
 LOG_TAIL = 64 * 1024
+AGENT = 10001
+"""User id of the agent in a pod: no image's own."""
+
 RUNNER = "runner"
 """Name of the container whose log is kept."""
 
@@ -37,10 +40,17 @@ _DELETES = 16
 
 
 class KubernetesOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """``values``: what every pod's template is filled with, besides the attempt's own. Times in seconds."""
+    """``url``: the pod-facing listener as pods reach it. ``image``: of tasks that name none; ``runner_image``
+    brings the ``/forge`` tree, ``harness_images`` bring it with the harness that is named. ``values``: what the
+    template is filled with besides. Times in seconds.
+    """
 
     instance: str
+    url: str
+    image: str
+    runner_image: str
     values: dict[str, Any]
+    harness_images: dict[str, str] = {}
     create_per_s: float = 20.0
     keep_failed_s: float = 0.0
     limits: pods_of.Limits = pods_of.Limits()
@@ -109,7 +119,25 @@ class KubernetesBackend:
             attempt=launch.attempt_id,
             harness=launch.harness,
         )
-        values = {**self._options.values, **msgspec.structs.asdict(launch)}
+        options = self._options
+        order = {
+            "attempt": launch.attempt_id,
+            "url": options.url,
+            "token_file": "/forge-join/token",
+            "level": "pod",
+            "uid": AGENT,
+            "python": "/forge/bin/python3",
+            "forge": "/forge",
+            "env": "/forge/env" if launch.harness in options.harness_images else "",
+            "root": "/forge-attempt",
+        }
+        values = {
+            **options.values,
+            **msgspec.structs.asdict(launch),
+            "image": launch.image or options.image,
+            "runner_image": options.harness_images.get(launch.harness, options.runner_image),
+            "order": msgspec.json.encode(order).decode(),
+        }
         try:
             return self._templates.pod(labels, {f"{DOMAIN}/join": launch.join_token}, values)
         except ConfigError as error:
