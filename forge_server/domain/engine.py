@@ -38,12 +38,14 @@ class Template(msgspec.Struct, frozen=True):
 
     ``closing``: the first token after an answer in the history, -1 when there is none that can be told;
     ``marker`` its text. ``opening``: what stands before an answer that is asked for, and not before the same
-    answer in the history (an opened or an empty think block).
+    answer in the history (an opened or an empty think block). ``edges``: (id, text) of the last tokens before an
+    answer, with and without the opening: white space there may melt into one token with that of the answer.
     """
 
     closing: int
     marker: str
     opening: tuple[int, ...] = ()
+    edges: tuple[tuple[int, str], ...] = ()
 
 
 class Rendered(msgspec.Struct, frozen=True):

@@ -81,9 +81,33 @@ class Untrainable(StrEnum):
     CONSTRAINED = "constrained"  # a grammar or forced tool choice shaped the distribution
     SIDE_CALL = "side_call"  # labelled so by the harness spec
     MIXED_VERSIONS = "mixed_versions"  # two policy versions answered and no spans tell which token is whose
+    UNKNOWN_VERSION = "unknown_version"  # the engine names weights that are no version of the policy
     FOREIGN_SAMPLING = "foreign_sampling"  # not sampled from the plain distribution that training assumes
     EVALUATION = "evaluation"  # an evaluation rollout
     DUPLICATE = "duplicate"  # identical prompt and completion of an already trained call
     ABORTED = "aborted"  # the engine cut the generation
     MEDIA = "media"  # its prompt holds images, and batches carry no pixels (training rollouts only)
     MEDIA_UNKNOWN = "media_unknown"  # its prompt holds images, and which tokens stand for which cannot be told
+
+
+class Fallback(StrEnum):
+    """Why a call was not served token-exact but recorded as the engine rendered it: the closed list of
+    reasons."""
+
+    NOT_OFFERED = "not_offered"  # the engine has no render, generate and derender
+    CONSTRAINED = "constrained"  # a grammar is in force, which render does not hand on
+    MEDIA = "media"  # there are images in the conversation
+    FOREIGN_ANSWER = "foreign_answer"  # the last answer in the request was not sampled in this attempt
+    EDITED_ANSWER = "edited_answer"  # the last answer is not what was sampled there
+    HISTORY_CHANGED = "history_changed"  # what stands before the last answer is not what it was sampled after
+    NOT_DELIVERED = "not_delivered"  # the last answer is one that is known not to have reached the harness
+    UNKNOWN_AFTER_RESTART = "unknown_after_restart"  # what earlier calls said could not be read back
+    CONTEXT_DIFFERS = "context_differs"  # the template now writes something between answers differently
+    REASONING_DROPPED = "reasoning_dropped"  # an answer's reasoning is not in the context any more
+    ANSWER_DROPPED = "answer_dropped"  # another part of an answer is not in the context any more
+    CUT_REASONING = "cut_reasoning"  # an answer was cut off within its reasoning
+    END_UNKNOWN = "end_unknown"  # where an answer ends in the rendered prompt cannot be told
+    WINDOW = "window"  # the exact prompt is longer than the rendered one and does not fit
+    RENDER_FAILED = "render_failed"
+    GENERATE_REFUSED = "generate_refused"
+    DERENDER_FAILED = "derender_failed"

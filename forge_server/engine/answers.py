@@ -182,11 +182,14 @@ def id_text(raw: msgspec.Raw) -> bytes | None:
 
 
 def parse_ids(text: bytes, known: tuple[bytes, Ids] | None = None) -> Ids:
-    """int32 ids of ``1,2,3``. Of a text that continues ``known`` (text, ids) only the rest is parsed."""
+    """int32 ids of ``1,2,3``. Of a text that continues ``known`` (text, ids), its last id aside, only the rest is
+    parsed."""
     if known is not None and known[0]:
         old, ids = known
-        if text.startswith(old) and text[len(old) : len(old) + 1] in (b",", b""):
-            return np.concatenate([ids, parse_ids(text[len(old) + 1 :])])
+        for shared in (old, old.rpartition(b",")[0]):
+            if shared and text.startswith(shared) and text[len(shared) : len(shared) + 1] in (b",", b""):
+                count = ids.size if shared is old else ids.size - 1
+                return np.concatenate([ids[:count], parse_ids(text[len(shared) + 1 :])])
     return np.fromstring(text, dtype=np.int32, sep=",") if text else np.empty(0, np.int32)
 
 

@@ -91,7 +91,13 @@ async def _template(client: EngineClient) -> Template:
     tail = _common(one[::-1], other[::-1])
     closing = one[len(one) - tail] if 0 < tail < len(one) else -1
     marker = await detokenize(client, [closing]) if closing >= 0 else ""
-    return Template(closing=closing, marker=marker, opening=tuple(question[head:]))
+    edges = {question[at - 1] for at in (head, len(question)) if at}
+    return Template(
+        closing=closing,
+        marker=marker,
+        opening=tuple(question[head:]),
+        edges=tuple([(edge, await detokenize(client, [edge])) for edge in sorted(edges)]),
+    )
 
 
 async def render(

@@ -7,9 +7,10 @@ import msgspec
 import sqlalchemy as sa
 from msgspec import Raw
 
-from forge_server.domain.engine import ChatResult
+from forge_server.domain.call import Ids
+from forge_server.domain.engine import ChatResult, Generated, Rendered, Template
 from forge_server.domain.outcome import Kind
-from forge_server.domain.run import Mode
+from forge_server.domain.run import Forwarding, Mode
 from forge_server.domain.states import AttemptState
 
 T = TypeVar("T")
@@ -30,6 +31,39 @@ class Engine(Protocol):
     async def count_tokens(self, messages: Sequence[Raw], tools: Sequence[Raw]) -> int:
         """Tokens of the prompt that these make, the opening of the answer included."""
         ...
+
+    @property
+    def template(self) -> Template | None:
+        """What surrounds answers in a prompt; None when the engine takes no tokens, and the rest is not to be
+        called."""
+        ...
+
+    async def render(
+        self, body: dict[str, Any], *, request_id: str, affinity: str, known: tuple[bytes, Ids] | None = None
+    ) -> Rendered:
+        """The prompt that ``chat`` would send. ``known``: text and ids of one that this may continue."""
+        ...
+
+    async def generate(
+        self, prompt: bytes, rendered: Rendered, max_tokens: int, *, request_id: str, affinity: str
+    ) -> Generated:
+        """Sample after the ids ``prompt`` (``1,2,3``) with the parameters of ``rendered``."""
+        ...
+
+    async def message(
+        self,
+        found: Generated,
+        rendered: Rendered,
+        body: dict[str, Any],
+        prompt_tail: Ids,
+        *,
+        request_id: str,
+        affinity: str,
+    ) -> dict[str, object]:
+        """The assistant message that ``chat`` would make of what was sampled."""
+        ...
+
+    async def detokenize(self, ids: Sequence[int]) -> str: ...
 
 
 class Store(Protocol):
@@ -78,6 +112,7 @@ class CallPolicy(msgspec.Struct, frozen=True, kw_only=True):
     ``max_tokens``: completion tokens of the whole attempt; ``max_completion_tokens``: of one call;
     ``window``: prompt and completion. ``grammar``: ``lift`` drops what would constrain the sampling,
     ``enforce`` passes it on and makes the call untrainable; only training rollouts are lifted.
+    ``keep_reasoning``: reasoning that was sampled stays in the prompt although harness or template drops it.
     """
 
     state: AttemptState
@@ -91,6 +126,8 @@ class CallPolicy(msgspec.Struct, frozen=True, kw_only=True):
     max_hold_s: float = 600.0
     grammar: Literal["lift", "enforce"] = "lift"
     rules: CallRules | None = None
+    forwarding: Forwarding = "auto"
+    keep_reasoning: bool = False
 
 
 PolicyLookup = Callable[[str], Awaitable[CallPolicy | None]]

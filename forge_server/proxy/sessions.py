@@ -12,15 +12,16 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
-from forge_server.domain.engine import ChatResult
+from forge_server.domain.engine import ChatResult, Template
 from forge_server.domain.errors import StoreError
 from forge_server.domain.events import EventRow
 from forge_server.domain.states import INFERENCE_STATES, AttemptState, CallEnd, Delivery
-from forge_server.proxy import recall, record
+from forge_server.proxy import recall, record, splice
 from forge_server.proxy.dialects.base import Refusal
 from forge_server.proxy.flights import Answer, Flight
 from forge_server.proxy.ports import CallPolicy, PolicyLookup, Store
 from forge_server.proxy.replay import Replays
+from forge_server.proxy.splice_index import Answers
 from forge_server.proxy.transcript import Stored, Transcript
 from forge_server.trajectory.codec import PromptDigests
 from forge_server.trajectory.forest import Forest
@@ -60,6 +61,8 @@ class Session:
         self.engine_failures = 0  # calls in a row that the engine did not answer
         self.tokens = 0  # completion tokens sampled so far
         self.known: ChatResult | None = None
+        self.answers = Answers()
+        self._said: tuple[recall.Said, ...] = ()
         self._open: dict[int, Answer] = {}  # answers whose delivery may still become known from a connection
         self._mark = mark
 
@@ -70,12 +73,19 @@ class Session:
             self.confirmed(
                 self.forest.add(call.id, call.prompt, call.completion, call.delivered, call.media).confirmed
             )
+        self._said, self.answers.incomplete = past.said, past.forgotten
         for call_id, digest, delivery, completion in past.undelivered:
             if call_id in self.forest:
                 delivery = self.forest.delivery(call_id)
             if delivery is not Delivery.YES:
                 self.landed(answer := Answer(call_id, digest, completion, delivery))
                 self.replays.keep(answer)
+
+    def recover(self, template: Template | None) -> None:
+        """Take up which answers earlier lives of the server gave, once the engine's template is known."""
+        if self._said and template is not None:
+            said, self._said = self._said, ()
+            splice.recover(self.answers, self.policy.model, said, self.forest, template)
 
     def take_seq(self) -> int:
         seq = self.next_seq
@@ -183,7 +193,10 @@ class Sessions:
                 raise sealed_refusal(attempt_id)
             if policy.state not in INFERENCE_STATES:
                 raise Refusal(503, "not_started", f"attempt {attempt_id} has not started yet", retry_after=1)
-            past = await self._store.read(lambda connection: recall.past_calls(connection, attempt_id))
+            splices = policy.forwarding != "record"
+            past = await self._store.read(
+                lambda connection: recall.past_calls(connection, attempt_id, with_messages=splices)
+            )
         except StoreError as error:
             log.error("session not loaded", attempt=attempt_id, error=str(error))
             raise Refusal(

@@ -71,6 +71,8 @@ class CallPolicies:
             max_hold_s=min(longest, spec.max_hold_s) if spec else longest,
             grammar=self._settings.proxy.grammar,
             rules=self._rules.get(row.harness),
+            forwarding=run.forwarding,
+            keep_reasoning=run.keep_reasoning,
         )
 
 

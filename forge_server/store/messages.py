@@ -9,7 +9,7 @@ entries, number of tools; then 16 bytes per further entry. Entries are the tools
 import hashlib
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -27,6 +27,7 @@ INTERN = postgresql.insert(messages).on_conflict_do_nothing().inline()
 _HEAD = struct.Struct("<qII")
 _DIGEST = 16
 _LEVEL = 3
+_PAGE = 500
 
 
 class _Zstd(threading.local):
@@ -78,6 +79,33 @@ def response_of(connection: sa.Connection, call_id: int) -> dict[str, Any] | Non
         .where(call_messages.c.call_id == call_id)
     ).scalar_one_or_none()
     return None if body is None else value(body)
+
+
+def requests_of(connection: sa.Connection, attempt_id: str) -> dict[int, tuple[int, list[bytes]]]:
+    """By call of the attempt: how many tools its request has, and the digests of tools and messages."""
+    rows = connection.execute(
+        sa.select(call_messages.c.call_id, call_messages.c.request)
+        .join(calls, calls.c.id == call_messages.c.call_id)
+        .where(calls.c.attempt_id == attempt_id)
+        .order_by(call_messages.c.call_id)
+    )
+    found: dict[int, tuple[int, list[bytes]]] = {}
+    for row in rows:  # a request continues an earlier one
+        continues, shared, tools, further = _unpack(row.request)
+        if continues and continues not in found:
+            continue
+        before = found[continues][1][:shared] if continues else []
+        found[row.call_id] = (tools, before + further)
+    return found
+
+
+def bodies_of(connection: sa.Connection, digests: Iterable[bytes]) -> Iterator[tuple[bytes, bytes]]:
+    """(digest, JSON) of those entries that are stored."""
+    wanted = list(digests)
+    for at in range(0, len(wanted), _PAGE):
+        query = sa.select(messages).where(messages.c.digest.in_(wanted[at : at + _PAGE]))
+        for row in connection.execute(query):
+            yield bytes(row.digest), _zstd.decompress(row.body)
 
 
 def _keys_of(connection: sa.Connection, call_id: int) -> tuple[int, list[bytes]] | None:

@@ -1,0 +1,255 @@
+"""Token-exact forwarding: a call whose history is the very tokens that were sampled, not their rendering anew.
+
+    find the answer that the request continues -> render -> recorded tokens in the place of their rendering ->
+    generate -> message
+
+By construction (``splice_align``) what is sent reads like the rendered prompt everywhere but inside answers that
+this attempt's policy sampled, whose meaning the request repeats (``splice_index``). Whatever stands in the way is
+raised as Unspliceable, and the call is recorded as the engine renders it instead: token-exactness is never bought
+with a context that the harness did not ask for.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from forge_server.domain.call import Ids
+from forge_server.domain.engine import ChatResult, EngineRefused, EngineUnavailable, Rendered, Template
+from forge_server.domain.states import Delivery, Fallback
+from forge_server.domain.turn import Completion
+from forge_server.proxy.ports import CallPolicy, Engine
+from forge_server.proxy.recall import Said
+from forge_server.proxy.splice_align import Aligned, Place, Unspliceable, align, says
+from forge_server.proxy.splice_index import Answers, Asked, Prompt, Tip
+from forge_server.trajectory.forest import Forest, common_prefix
+
+_NOT_OFFERED = (403, 404, 405, 501)
+_THINK_END = "</think>"
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
+    """A call that is to be served: its request, the engine's body, the answers given so far and their tokens."""
+
+    asked: Asked
+    body: dict[str, Any]
+    constrained: bool
+    images: bool
+    answers: Answers
+    forest: Forest
+    policy: CallPolicy
+    attempt_id: str
+    request_id: str
+
+
+class Served(msgspec.Struct, frozen=True):
+    """The result, the answer that its prompt continues, and what was rendered for it."""
+
+    result: ChatResult
+    before: Tip | None
+    prompt: Prompt
+
+
+async def serve(engine: Engine, template: Template | None, ask: Ask) -> Served:
+    """Raises Unspliceable (the call can be recorded instead), and EngineUnavailable as ``Engine.chat`` does."""
+    if template is None:
+        raise Unspliceable(Fallback.NOT_OFFERED)
+    if ask.constrained:
+        raise Unspliceable(Fallback.CONSTRAINED)
+    if ask.images:
+        raise Unspliceable(Fallback.MEDIA)
+    tip = ask.answers.find(ask.asked, lambda call_id: _delivery(ask.forest, call_id))
+    if tip is not None and any(t.contains(template.marker) for t in tip.line()):
+        raise Unspliceable(Fallback.END_UNKNOWN)
+    near = ask.answers.prompt(tip)
+    rendered = await _rendered(engine, ask, near)
+    if tip is None:
+        prompt, text = rendered.ids, rendered.text
+    else:
+        recorded = ask.forest.tokens(tip.call_id)
+        aligned = align(
+            recorded,
+            [t.place for t in tip.line()],
+            rendered.ids,
+            template,
+            done=near.ids.size if near is not None and _continues(rendered.ids, near.ids) else 0,
+        )
+        await _permit(engine, template, ask, tip, recorded, aligned)
+        rest = rendered.ids[aligned.tail :]
+        prompt = np.concatenate((recorded, rest))
+        text = b",".join((near.recorded if near is not None else _text(recorded), _text(rest)))
+    limit = int(ask.body["max_tokens"])
+    if prompt.size > rendered.ids.size and prompt.size + limit > ask.policy.window:
+        raise Unspliceable(Fallback.WINDOW)
+    try:
+        found = await engine.generate(
+            text, rendered, limit, request_id=ask.request_id, affinity=ask.attempt_id
+        )
+    except EngineRefused as error:
+        raise Unspliceable(Fallback.GENERATE_REFUSED) from error
+    except EngineUnavailable as error:
+        raise _or_not_offered(error, Fallback.GENERATE_REFUSED) from error
+    message: dict[str, object] = {"role": "assistant", "content": ""}
+    if found.finish_reason != "abort" and found.completion_ids is not None:
+        message = await _message(engine, ask, found, rendered, prompt)
+    result = ChatResult(
+        prompt_ids=prompt,
+        completion_ids=found.completion_ids,
+        logprobs=found.logprobs,
+        message=message,
+        finish_reason="tool_calls" if message.get("tool_calls") else found.finish_reason,
+        usage_prompt=found.usage_prompt,
+        usage_completion=found.usage_completion,
+        model=found.model,
+        raw_prompt_ids=text,
+        stop_reason=found.stop_reason,
+        versions=found.versions,
+    )
+    whole = b",".join((text, found.completion_text)) if found.completion_text else text
+    return Served(result, tip, Prompt(rendered.ids, rendered.text, whole))
+
+
+def remember(
+    answers: Answers,
+    call_id: int,
+    asked: Asked,
+    served: Served | None,
+    result: ChatResult,
+    completion: Completion,
+) -> None:
+    """A call is recorded: its answer may be continued. ``served`` is None when it was recorded as messages."""
+    if result.prompt_ids is None or result.completion_ids is None or not result.completion_ids.size:
+        return
+    start = result.prompt_ids.size
+    closed = result.finish_reason != "length" and not isinstance(result.stop_reason, str)
+    place = Place(start, start + result.completion_ids.size, closed)
+    if served is not None:
+        before, prompt = served.before, served.prompt
+    else:
+        before, text = None, result.raw_prompt_ids or _text(result.prompt_ids)
+        prompt = Prompt(result.prompt_ids, text, b",".join((text, _text(result.completion_ids))))
+    answers.add(asked, Tip(call_id, before, len(asked.keys), place, completion), prompt)
+
+
+def recover(answers: Answers, model: str, said: Sequence[Said], forest: Forest, template: Template) -> None:
+    """Take up answers that were recorded before a restart, in their order.
+
+    What a spliced prompt continues is found again by its messages, and by the tokens that it begins with. An
+    answer whose end cannot be told any more is left out.
+    """
+    for past in said:
+        call = past.call
+        if not call.completion.size:
+            continue
+        asked = Asked(answers.start(model, past.tools), past.keys)
+        closed = bool(call.completion[-1] == template.closing)
+        if not closed and call.finish_reason != "length":
+            continue
+        before = answers.begins(asked, partial(_starts, forest, call.prompt)) if past.spliced else None
+        place = Place(call.prompt.size, call.prompt.size + call.completion.size, closed)
+        answers.add(asked, Tip(call.id, before, len(asked.keys), place, past.completion), None)
+
+
+def _starts(forest: Forest, prompt: Ids, tip: Tip) -> bool:
+    end = tip.place.end
+    return end <= prompt.size and np.array_equal(forest.tokens(tip.call_id), prompt[:end])
+
+
+async def _rendered(engine: Engine, ask: Ask, near: Prompt | None) -> Rendered:
+    known = (near.text, near.ids) if near is not None else None
+    try:
+        return await engine.render(ask.body, request_id=ask.request_id, affinity=ask.attempt_id, known=known)
+    except EngineRefused as error:
+        raise Unspliceable(Fallback.RENDER_FAILED) from error
+    except EngineUnavailable as error:
+        if not error.http_status:
+            raise
+        raise Unspliceable(Fallback.RENDER_FAILED) from error
+
+
+async def _permit(
+    engine: Engine, template: Template, ask: Ask, tip: Tip, recorded: Ids, aligned: Aligned
+) -> None:
+    """Let pass what is written for the answers only if it says all that was sampled, reasoning included unless
+    that is to be kept anyway. Raises Unspliceable."""
+    if aligned.unopened and not ask.policy.keep_reasoning:
+        raise Unspliceable(Fallback.CONTEXT_DIFFERS)
+    tips = tip.line()[-len(aligned.written) :]
+    for answer, written in zip(tips, aligned.written, strict=True):
+        sampled = recorded[answer.place.start : answer.place.end - answer.place.closed]
+        if written.melted < 0 and np.array_equal(written.ids, sampled):
+            continue
+        if any(np.array_equal(written.ids, proven) for proven in answer.proven):
+            continue
+        if answer.cut_reasoning:
+            raise Unspliceable(Fallback.CUT_REASONING)
+        parts = _parts(answer, ask)
+        if written.melted >= 0 or any(part for wanted in parts.values() for part in wanted):
+            text = await _spoken(engine, written.ids)
+            if written.melted >= 0:
+                edge = dict(template.edges).get(written.melted, "")
+                if not edge or not text.startswith(edge):
+                    raise Unspliceable(Fallback.CONTEXT_DIFFERS)
+            for reason, wanted in parts.items():
+                if not says(text, wanted):
+                    raise Unspliceable(reason)
+        answer.proven.append(written.ids.copy())
+
+
+def _parts(answer: Tip, ask: Ask) -> dict[Fallback, tuple[str, ...]]:
+    """What must stand in the rendered prompt for an answer, by the reason that it gives when it does not."""
+    names = answer.names
+    if ask.policy.keep_reasoning:
+        return {Fallback.ANSWER_DROPPED: (answer.said.rpartition(_THINK_END)[2], *names)}
+    if answer.thought and not ask.asked.keys[answer.index].thought:
+        raise Unspliceable(Fallback.REASONING_DROPPED)
+    if _THINK_END in answer.said:  # an engine without a reasoning parser
+        return {Fallback.REASONING_DROPPED: (answer.thought, answer.said), Fallback.ANSWER_DROPPED: names}
+    return {Fallback.REASONING_DROPPED: (answer.thought,), Fallback.ANSWER_DROPPED: (answer.said, *names)}
+
+
+async def _spoken(engine: Engine, ids: Ids) -> str:
+    if not ids.size:
+        return ""
+    try:
+        return await engine.detokenize(ids.tolist())
+    except EngineRefused as error:
+        raise Unspliceable(Fallback.RENDER_FAILED) from error
+    except EngineUnavailable as error:
+        raise _or_not_offered(error, Fallback.RENDER_FAILED) from error
+
+
+async def _message(
+    engine: Engine, ask: Ask, found: Any, rendered: Rendered, prompt: Ids
+) -> dict[str, object]:
+    try:
+        return await engine.message(
+            found, rendered, ask.body, prompt, request_id=ask.request_id, affinity=ask.attempt_id
+        )
+    except EngineRefused as error:
+        raise Unspliceable(Fallback.DERENDER_FAILED) from error
+    except EngineUnavailable as error:
+        if not error.http_status:
+            raise
+        raise Unspliceable(Fallback.DERENDER_FAILED) from error
+
+
+def _or_not_offered(error: EngineUnavailable, reason: Fallback) -> Exception:
+    """An engine without the route is no engine in trouble."""
+    return Unspliceable(reason) if error.http_status in _NOT_OFFERED else error
+
+
+def _delivery(forest: Forest, call_id: int) -> Delivery:
+    return forest.delivery(call_id) if call_id in forest else Delivery.NO
+
+
+def _continues(prompt: Ids, before: Ids) -> bool:
+    """Whether a prompt goes on from an earlier one, whose last token may have melted into what follows."""
+    return common_prefix(before, prompt) >= before.size - 1
+
+
+def _text(ids: Ids | Sequence[int]) -> bytes:
+    """``1,2,3``."""
+    return msgspec.json.encode(ids.tolist() if isinstance(ids, np.ndarray) else ids)[1:-1]
