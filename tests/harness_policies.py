@@ -3,7 +3,7 @@ being done. And a standard task, said in any of them."""
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from scripted_engine import Asked, Call, Policy, Say
@@ -36,7 +36,7 @@ HANDS = {
     "opencode": Hand(
         ("bash", "command"), ("write", "filePath", "content"), ("edit", "filePath", "oldString", "newString")
     ),
-    "openclaw": Hand(("exec", "command")),
+    "openclaw": Hand(("exec", "command"), ("write", "path", "content")),
     "qwen-code": Hand(
         ("run_shell_command", "command"),
         ("write_file", "file_path", "content"),
@@ -68,10 +68,7 @@ def _terminus(command: str | None, text: str) -> str:
 
 
 def _smolagents(command: str | None, text: str) -> str:
-    code = f"final_answer({text!r})"
-    if command is not None:
-        run = f"subprocess.run({command!r}, shell=True, capture_output=True, text=True)"
-        code = f"import subprocess\nprint({run}.stdout)"
+    code = f"final_answer({text!r})" if command is None else f"print(bash(command={command!r}))"
     return f"Thought: {text or 'go on'}\n<code>\n{code}\n</code>"
 
 
@@ -141,8 +138,26 @@ def script(harness: str, steps: Sequence[Step]) -> Policy:
     return policy
 
 
+def rough(policy: Policy) -> Policy:
+    """The same as a sampled model says it: a few words and a blank line first, JSON without spaces and with escapes,
+    now and then tokens that no tokenizer would choose. Whoever renders that again gets other ids."""
+
+    def rougher(asked: Asked) -> Say:
+        say = policy(asked)
+        calls = [
+            Call(call.name, json.dumps(call.arguments, separators=(",", ":")))
+            if isinstance(call.arguments, dict)
+            else call
+            for call in say.calls
+        ]
+        text = f"{say.text or 'Grüße, so it goes on.'}\n\n" if calls else say.text
+        return replace(say, text=text, calls=calls, split=asked.turn % 2 == 1)
+
+    return rougher
+
+
 def standard(harness: str, *, reasoning: bool = False) -> Policy:
-    """Write notes.txt, look at it, change it, look again, say so. ``STANDARD`` says what must be there afterwards."""
+    """Write notes.txt, look at it, change it, copy it, say so. ``STANDARD`` is what must be there afterwards."""
 
     def why(text: str) -> str:
         return text if reasoning else ""

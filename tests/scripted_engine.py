@@ -187,6 +187,13 @@ class ScriptedEngine:
             post("/v1/chat/completions/render", self._render)
             post("/v1/chat/completions/derender", self._derender)
             post("/inference/v1/generate", self._generate)
+        else:
+            for path in (
+                "/v1/chat/completions/render",
+                "/v1/chat/completions/derender",
+                "/inference/v1/generate",
+            ):
+                post(path, self._forbidden)
         if self.dev_mode:
             get("/weight_info", self._weight_info)
             post("/update_weight_version", self._set_label)
@@ -433,9 +440,12 @@ class ScriptedEngine:
     async def _openapi(self, request: web.Request) -> web.Response:
         paths: dict[str, Any] = {}
         for route in self._app.router.routes():
-            if route.resource is not None and route.method != "HEAD":
+            if route.resource is not None and route.method != "HEAD" and route.handler != self._forbidden:
                 paths.setdefault(route.resource.canonical, {})[route.method.lower()] = {}
         return web.json_response({"openapi": "3.1.0", "info": {"title": "FastAPI"}, "paths": paths})
+
+    async def _forbidden(self, request: web.Request) -> web.Response:
+        return _error(403, "start the server with --enable-scale-out")
 
     async def _empty(self, request: web.Request) -> web.Response:
         return web.Response()

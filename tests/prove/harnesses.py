@@ -1,8 +1,10 @@
 """The standard task in every harness that is installed, in record and in splice mode, and a table of what it became.
 
-    python -m tests.prove.harnesses [HARNESS …]
+    python -m tests.prove.harnesses [--plain] [--reasoning] [HARNESS …]
 
-Harnesses that are named are installed when missing; without names those that are there are run.
+Harnesses that are named are installed when missing; without names those that are there are run. The model speaks as a
+sampled one does: JSON without spaces, escapes, blank lines, odd tokens; with ``--plain`` as the chat template would
+write it, with ``--reasoning`` it thinks before each answer.
 """
 
 import sys
@@ -14,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from harness_lab import Lab, Result, harness_lab
-from harness_policies import HANDS, INSTRUCTION, STANDARD, TEXT, standard
+from harness_policies import HANDS, INSTRUCTION, STANDARD, TEXT, rough, standard
 from sample_oracle import Found, minimum
 
 from forge_server import environments
@@ -91,11 +93,14 @@ def table(rows: Iterable[Row]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def run(lab: Lab, harness: str, mode: str, spec: Spec, *, reasoning: bool = False) -> Row:
-    """The standard task."""
+def run(
+    lab: Lab, harness: str, mode: str, spec: Spec, *, plain: bool = False, reasoning: bool = False
+) -> Row:
+    """The standard task. ``plain``: said as a tokenizer and a chat template would write it."""
+    said = standard(harness, reasoning=reasoning)
     result = lab.run(
         harness,
-        standard(harness, reasoning=reasoning),
+        said if plain else rough(said),
         instruction=INSTRUCTION,
         expect=STANDARD,
         max_seconds=180.0,
@@ -108,7 +113,9 @@ def installed(spec: Spec) -> bool:
     return spec.install is None or environments.path_of(spec.name).is_dir()
 
 
-def main(names: list[str]) -> int:
+def main(words: list[str]) -> int:
+    names = [word for word in words if not word.startswith("--")]
+    plain, reasoning = "--plain" in words, "--reasoning" in words
     specs = load_specs(Settings())
     known = [name for name in sorted(specs) if name in HANDS or name in TEXT]
     chosen = names or [name for name in known if installed(specs[name])]
@@ -120,7 +127,7 @@ def main(names: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="forge-lab-") as folder, harness_lab(Path(folder)) as lab:
         for name in chosen:
             for mode in modes:
-                row = run(lab, name, mode, specs[name])
+                row = run(lab, name, mode, specs[name], plain=plain, reasoning=reasoning)
                 rows.append(row)
                 if row.result.reward != 1.0 or row.result.violations:
                     print(row.result.explain(), file=sys.stderr)
