@@ -7,9 +7,13 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from engine_fixtures import tiny_model, vllm_pool, vllm_server  # noqa: F401
+
+if TYPE_CHECKING:
+    from kube.cluster import Cluster
 
 
 def cache_folder() -> Path:
@@ -46,6 +50,22 @@ def postgres_url() -> Iterator[str]:
         yield server.get_uri().replace("postgresql://", "postgresql+psycopg://")
     finally:
         server.cleanup()
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Cluster]":
+    """A real cluster of two nodes for the session, with the images of ``kube_rig``."""
+    from kube import images
+    from kube.cluster import Cluster
+    from kube_rig import runner_image
+
+    folder = tmp_path_factory.mktemp("images")
+    made = Cluster(Path(tempfile.mkdtemp(prefix="forge-kube-")) / "state", nodes=2)
+    try:
+        made.up([images.pause(folder), images.busybox(folder), runner_image(folder)])
+        yield made
+    finally:
+        made.down()
 
 
 @pytest.fixture(params=["sqlite", "postgres"])

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from litestar import Litestar, Request, Response, post
 from runner_support import Reply, say, tool, verifier_tar
 
 from forge_server import assets
-from forge_server.api.listeners import bind_unix, serving
+from forge_server.api.listeners import bind_tcp, bind_unix, serving
 from forge_server.api.pod import pod_routes
 from forge_server.api.problem import HANDLERS
 from forge_server.domain import events as e
@@ -84,7 +84,7 @@ class Rig:
 
     store: Store
     lifecycle: Lifecycle
-    backend: LocalBackend
+    backend: Any  # a LocalBackend, unless made elsewhere
     scheduler: Scheduler
     run_id: str
     secret: bytes
@@ -179,11 +179,14 @@ async def rig(
     run: dict[str, Any] | None = None,
     plan: dict[str, Any] | None = None,
     through: Callable[[Rig, Plans], Any] | None = None,
+    elsewhere: Callable[[str, str], Awaitable[Any]] | None = None,
+    address: str = "",
     **options: Any,
 ) -> AsyncIterator[Rig]:
     """The server for the length of the block; what is left running at its end fails the test.
 
-    ``through`` makes another pod-facing application than the scripted model's.
+    ``through`` makes another pod-facing application than the scripted model's; ``elsewhere`` another backend, from
+    the instance and the URL of the listener, which is then at a port of ``address``.
     """
     it = Rig()
     it.store = Store.open(f"sqlite:///{folder / 'forge.db'}", create=True)
@@ -202,12 +205,16 @@ async def rig(
         )
         plans = Plans(it.store, all_specs, tasks or Tasks(), limits)
         path = folder / "pod.sock"
-        it.backend = LocalBackend(
-            LocalOptions(
-                instance=me.id, pod_url=f"unix:{path}", folder=folder / "local", min_sandbox=min_sandbox
-            ),
-            lambda harness: None,
-        )
+        sock = bind_tcp(address, 0, "the test") if elsewhere else bind_unix(path)
+        if elsewhere is not None:
+            it.backend = await elsewhere(me.id, f"http://{address}:{sock.getsockname()[1]}")
+        else:
+            it.backend = LocalBackend(
+                LocalOptions(
+                    instance=me.id, pod_url=f"unix:{path}", folder=folder / "local", min_sandbox=min_sandbox
+                ),
+                lambda harness: None,
+            )
         it.scheduler = Scheduler(
             it.store,
             it.lifecycle,
@@ -221,7 +228,7 @@ async def rig(
             [*pod_routes(it.lifecycle, Receipts(), plans, it.store, me.secret), _model(it)],
             exception_handlers=HANDLERS,
         )
-        async with serving(app, [bind_unix(path)], protocol=ConnectionProtocol):
+        async with serving(app, [sock], protocol=ConnectionProtocol):
             ticks = Ticks()
             if start:
                 await it.scheduler.start()
@@ -231,7 +238,7 @@ async def rig(
             yield it
             ticks.stop()
             await it.scheduler.stop()
-            assert not await it.backend.running()
+            assert elsewhere or not await it.backend.running()
     finally:
         it.store.close()
 

@@ -1,12 +1,12 @@
-"""A cluster to play with: ``python -m tests.kube FOLDER [NODES]`` brings it up and waits for Ctrl-C."""
+"""A cluster to play with: ``PYTHONPATH=tests python -m kube FOLDER [NODES]`` brings it up and waits for Ctrl-C."""
 
 import signal
 import sys
 import tempfile
 from pathlib import Path
 
-from tests.kube import images
-from tests.kube.cluster import Cluster
+from kube import images
+from kube.cluster import Cluster
 
 
 def main() -> None:

@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.kube import configs
-from tests.kube.binaries import PATH, binaries
+from kube import configs
+from kube.binaries import PATH, binaries
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _CONTROLLERS = ("cpu", "cpuacct", "cpuset", "memory", "pids", "devices", "freezer", "blkio", "systemd")
