@@ -18,7 +18,7 @@ from forge_server.domain.classify import NotTrained
 from forge_server.domain.outcome import KINDS
 from forge_server.domain.run import RunEval, RunSettings
 from forge_server.domain.sample import BreakReason
-from forge_server.domain.states import PolicyState, Untrainable
+from forge_server.domain.states import Fallback, PolicyState, Untrainable
 from forge_server.engine.managed import ManagedSpec, command, environment
 from forge_server.harness.spec import (
     PLACEHOLDERS,
@@ -199,6 +199,8 @@ def test_every_outcome_and_reason_is_told() -> None:
     for reasons in (Untrainable, NotTrained, Fault, BreakReason, Drop, PolicyState):
         for reason in reasons:
             assert f"`{reason}`" in text, reason
+    for reason in Fallback:
+        assert f"`{reason}`" in page("splice"), reason
 
 
 def test_every_metric_is_told() -> None:

@@ -61,6 +61,12 @@ def show(run: str, report: DriftReport) -> None:
         print_line(
             f"\n{report.clipped_tokens} sampled tokens lie beyond max_sample_tokens and are not trained"
         )
-    for what, counts in (("calls not trained", report.untrained), ("attempts not trained", report.faults)):
+    if report.spliced or report.fallbacks:
+        print_line(f"\n{report.spliced} calls were served with the tokens that had been sampled (splice)")
+    for what, counts in (
+        ("not spliced", report.fallbacks),
+        ("calls not trained", report.untrained),
+        ("attempts not trained", report.faults),
+    ):
         if counts:
             print_line(f"\n{what}: {out.text(dict(counts))}")

@@ -158,7 +158,9 @@ def _attempt(connection: sa.Connection, columns: sa.RowMapping) -> CheckedAttemp
     sizes = {
         row.id: row
         for row in connection.execute(
-            sa.select(c.id, c.prompt_len, c.completion_len, c.began_at, c.ended_at).where(c.attempt_id == id)
+            sa.select(c.id, c.prompt_len, c.completion_len, c.began_at, c.ended_at, c.mode, c.flags).where(
+                c.attempt_id == id
+            )
         )
     }
     stored = connection.execute(
@@ -174,6 +176,8 @@ def _attempt(connection: sa.Connection, columns: sa.RowMapping) -> CheckedAttemp
                 completion_len=sizes[row.id].completion_len,
                 began_at=sizes[row.id].began_at,
                 ended_at=sizes[row.id].ended_at,
+                spliced=sizes[row.id].mode == "splice",
+                fallback=(sizes[row.id].flags or {}).get("fallback"),
             )
             for row in call_rows(connection, id)
         ),

@@ -13,6 +13,8 @@ def drift(reader: Reader, run: Run) -> DriftReport:
     for attempt in attempts(reader, run):
         if attempt.state == AttemptState.ENDED and attempt.calls:
             report.add(cut([call.row for call in attempt.calls], run.limit))
+            for call in attempt.calls:
+                report.forwarded(call.spliced, call.fallback)
     return report
 
 

@@ -19,13 +19,16 @@ from forge_server.trajectory.codec import CallRow
 
 
 class CheckedCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call's row as the cut reads it, and the columns that only the check reads."""
+    """A call's row as the cut reads it, and the columns that only the check and the drift report read.
+    ``fallback``: why it was recorded although it should have been spliced."""
 
     row: CallRow
     prompt_len: int | None
     completion_len: int | None
     began_at: float
     ended_at: float | None
+    spliced: bool = False
+    fallback: str | None = None
 
 
 class StoredSample(msgspec.Struct, frozen=True, kw_only=True):

@@ -28,6 +28,8 @@ class DriftReport(msgspec.Struct):
 
     ``volatile_prefixes``: breaks within the first tenth of a prompt whose conversation otherwise went on; a
     harness that writes the time or a nonce there breaks every call (a rule of its spec can strip it).
+    ``spliced``: calls that were served token-exact; ``fallbacks``: those that should have been and were not, by
+    reason (``domain.states.Fallback``).
     """
 
     attempts: int = 0
@@ -43,6 +45,8 @@ class DriftReport(msgspec.Struct):
     reasons: dict[BreakReason, ReasonCost] = {}
     untrained: dict[str, int] = {}
     faults: dict[str, int] = {}
+    spliced: int = 0
+    fallbacks: dict[str, int] = {}
 
     @property
     def merge_ratio(self) -> float:
@@ -58,6 +62,12 @@ class DriftReport(msgspec.Struct):
     def samples_per_attempt(self) -> float:
         whole = self.attempts - sum(self.faults.values())
         return self.samples / whole if whole else 0.0
+
+    def forwarded(self, spliced: bool, fallback: str | None) -> None:
+        """Count how one call was served."""
+        self.spliced += spliced
+        if fallback is not None:
+            self.fallbacks[fallback] = self.fallbacks.get(fallback, 0) + 1
 
     def add(self, cut: Cut) -> None:
         """Count one attempt."""
