@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint bench prove-1 clean
+.PHONY: demo test lint bench prove-1 prove-2 clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -28,6 +28,10 @@ bench: $(VENV)/.installed ## the figures of docs/benchmarks.md
 prove-1: $(VENV)/.installed ## five demo seeds, the control, and the long kills (hours)
 	$(BIN)/python -m tests.prove.seeds
 	$(BIN)/python -m tests.prove.kills
+
+prove-2: $(VENV)/.installed ## every installed harness, in record and in splice mode: the table of samples
+	$(BIN)/python -m tests.prove.harnesses
+	$(BIN)/python -m tests.prove.harnesses --plain --reasoning
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis forge-demo

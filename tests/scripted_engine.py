@@ -176,7 +176,7 @@ class ScriptedEngine:
         app = web.Application(middlewares=[self._guard], client_max_size=1 << 30)
         post, get = app.router.add_post, app.router.add_get
         get("/health", self._empty)
-        get("/version", self._json({"version": "0.32.0"}))
+        get("/version", self._fixed({"version": "0.32.0"}))
         get("/v1/models", self._models)
         get("/openapi.json", self._openapi)
         post("/v1/chat/completions", self._chat)
@@ -201,7 +201,7 @@ class ScriptedEngine:
             post("/resume", self._resume)
             get("/is_paused", self._is_paused)
             post("/collective_rpc", self._rpc)
-            post("/reset_prefix_cache", self._json({"success": True}))
+            post("/reset_prefix_cache", self._fixed({"success": True}))
             post("/reset_mm_cache", self._empty)
             post("/reset_encoder_cache", self._empty)
         self._app = app
@@ -219,7 +219,7 @@ class ScriptedEngine:
             response: web.StreamResponse = await handler(request)
             return response
         except web.HTTPNotFound:
-            return web.json_response({"detail": "Not Found"}, status=404)
+            return _json({"detail": "Not Found"}, status=404)
         except web.HTTPException as error:
             return _error(error.status, error.reason)
         except (Refused, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
@@ -285,7 +285,7 @@ class ScriptedEngine:
         except asyncio.CancelledError:
             self.aborted += 1
             raise
-        return web.json_response(answer)
+        return _json(answer)
 
     def _answer(self, asked: Asked, prompt: list[int], limit: int | None, fault: Fault) -> _Answer:
         room = self.window - len(prompt)
@@ -343,7 +343,7 @@ class ScriptedEngine:
             "skip_special_tokens": not body.get("tools"),
             "output_kind": 2,
         }
-        return web.json_response(
+        return _json(
             {
                 "request_id": f"chatcmpl-{request.headers.get('x-request-id') or _serial()}",
                 "token_ids": ids,
@@ -353,6 +353,7 @@ class ScriptedEngine:
                 "sampling_params": sampling,
                 "model": MODEL,
                 "reasoning_ended": False,
+                "reasoning_parser_kwargs": {"chat_template_kwargs": _template_options(body)},
                 "return_token_ids": None,
                 "output_mode": "tokens",
                 "stream": False,
@@ -384,7 +385,7 @@ class ScriptedEngine:
             choices.append(made)
         count = sum(len(choice["token_ids"]) for choice in given["choices"])
         prompt = body.get("prompt_tokens") or 0
-        return web.json_response(
+        return _json(
             {
                 "id": given.get("request_id", ""),
                 "object": "chat.completion",
@@ -414,12 +415,10 @@ class ScriptedEngine:
             text = body["prompt"]
         ids = await asyncio.to_thread(qwen3().encode, text)
         strings = [qwen3().tokenizer.id_to_token(i) for i in ids] if body.get("return_token_strs") else None
-        return web.json_response(
-            {"count": len(ids), "max_model_len": self.window, "tokens": ids, "token_strs": strings}
-        )
+        return _json({"count": len(ids), "max_model_len": self.window, "tokens": ids, "token_strs": strings})
 
     async def _detokenize(self, request: web.Request) -> web.Response:
-        return web.json_response({"prompt": qwen3().decode((await request.json())["tokens"])})
+        return _json({"prompt": qwen3().decode((await request.json())["tokens"])})
 
     async def _completions(self, request: web.Request) -> web.Response:
         """What the weight swap's probe asks: logprobs of a prompt, those of the loaded checkpoint's manifest."""
@@ -429,20 +428,20 @@ class ScriptedEngine:
         if manifest and manifest.exists():
             values = json.loads(manifest.read_text())["probe"]["logprobs"][: len(ids)]
         entries = [None, *({str(i): {"logprob": v}} for i, v in zip(ids[1:], values[1:], strict=True))]
-        return web.json_response({"choices": [{"index": 0, "text": "", "prompt_logprobs": entries}]})
+        return _json({"choices": [{"index": 0, "text": "", "prompt_logprobs": entries}]})
 
     # --- the rest ---------------------------------------------------------------------------------------------------
 
     async def _models(self, request: web.Request) -> web.Response:
         entry = {"id": MODEL, "object": "model", "owned_by": "vllm", "root": MODEL, "parent": None}
-        return web.json_response({"object": "list", "data": [{**entry, "max_model_len": self.window}]})
+        return _json({"object": "list", "data": [{**entry, "max_model_len": self.window}]})
 
     async def _openapi(self, request: web.Request) -> web.Response:
         paths: dict[str, Any] = {}
         for route in self._app.router.routes():
             if route.resource is not None and route.method != "HEAD" and route.handler != self._forbidden:
                 paths.setdefault(route.resource.canonical, {})[route.method.lower()] = {}
-        return web.json_response({"openapi": "3.1.0", "info": {"title": "FastAPI"}, "paths": paths})
+        return _json({"openapi": "3.1.0", "info": {"title": "FastAPI"}, "paths": paths})
 
     async def _forbidden(self, request: web.Request) -> web.Response:
         return _error(403, "start the server with --enable-scale-out")
@@ -451,29 +450,29 @@ class ScriptedEngine:
         return web.Response()
 
     @staticmethod
-    def _json(value: dict[str, Any]) -> Any:
+    def _fixed(value: dict[str, Any]) -> Any:
         async def handler(request: web.Request) -> web.Response:
-            return web.json_response(value)
+            return _json(value)
 
         return handler
 
     async def _weight_info(self, request: web.Request) -> web.Response:
-        return web.json_response({"weight_version": self.label})
+        return _json({"weight_version": self.label})
 
     async def _set_label(self, request: web.Request) -> web.Response:
         self.label = (await request.json())["new_version"]
-        return web.json_response({"success": True})
+        return _json({"success": True})
 
     async def _pause(self, request: web.Request) -> web.Response:
         self.resumed.clear()
-        return web.json_response({"status": "paused"})
+        return _json({"status": "paused"})
 
     async def _resume(self, request: web.Request) -> web.Response:
         self.resumed.set()
-        return web.json_response({"status": "resumed"})
+        return _json({"status": "resumed"})
 
     async def _is_paused(self, request: web.Request) -> web.Response:
-        return web.json_response({"is_paused": not self.resumed.is_set()})
+        return _json({"is_paused": not self.resumed.is_set()})
 
     async def _rpc(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -485,7 +484,13 @@ class ScriptedEngine:
             weights = Path(body["args"][0])
             self.loaded = weights.parent if weights.name == "huggingface" else weights
             result = {"path": str(weights)}
-        return web.json_response({"results": [result]})
+        return _json({"results": [result]})
+
+
+def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    """Without spaces, as vLLM writes it."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return web.Response(text=text, status=status, headers=headers, content_type="application/json")
 
 
 def _readable(messages: list[Message]) -> list[Message]:
@@ -567,21 +572,28 @@ def _generated(
     choices = []
     wants = (body.get("sampling_params") or {}).get("logprobs") is not None
     for index, answer in enumerate(answers):
+        text = body.get("output_mode") == "text"
         content = [
-            {"token_id": i, "logprob": -logprob_size(len(prompt) + k, i), "rank": 1, "top_logprobs": []}
+            {
+                **({"token": qwen3().decode([i]), "bytes": None} if text else {"token_id": i, "rank": 1}),
+                "logprob": -logprob_size(len(prompt) + k, i),
+                "top_logprobs": [],
+            }
             for k, i in enumerate(answer.ids)
         ]
-        choices.append(
-            {
-                "index": index,
-                "finish_reason": answer.finish,
-                "stop_reason": None,
-                "token_ids": answer.ids,
-                "routed_experts": None,
-                "weight_versions": answer.spans,
-                "logprobs": {"content": content} if wants else None,
-            }
-        )
+        choice = {
+            "index": index,
+            "finish_reason": answer.finish,
+            "stop_reason": None,
+            "token_ids": answer.ids,
+            "routed_experts": None,
+            "weight_versions": answer.spans,
+            "logprobs": {"content": content} if wants else None,
+        }
+        if text:
+            ids = answer.ids[:-1] if answer.finish == "stop" else answer.ids
+            choice["text"] = qwen3().decode(ids)
+        choices.append(choice)
     count = sum(len(a.ids) for a in answers)
     return {
         "request_id": request_id,
@@ -596,7 +608,7 @@ def _generated(
         "prompt_token_ids": prompt if body.get("return_token_ids") else None,
         "mm_placeholders": None,
         "kv_transfer_params": None,
-        "output_mode": "tokens",
+        "output_mode": body.get("output_mode") or "tokens",
         "choices": choices,
     }
 
@@ -631,7 +643,7 @@ def _error(status: int, message: str, headers: dict[str, str] | None = None) -> 
         status, "InternalServerError"
     )
     body = {"error": {"message": message, "type": kind, "param": None, "code": status}}
-    return web.json_response(body, status=status, headers=headers)
+    return _json(body, status=status, headers=headers)
 
 
 __all__ = ["END", "MODEL", "Asked", "Call", "Fault", "Policy", "Say", "ScriptedEngine", "logprob_size"]

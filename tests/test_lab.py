@@ -3,7 +3,10 @@
 from collections.abc import Iterator
 
 import pytest
-from harness_lab import Asked, Call, Lab, Say, harness_lab
+from harness_lab import Asked, Call, Fault, Lab, Say, harness_lab
+from qwen3 import qwen3
+from sample_oracle import minimum
+from scripted_engine import logprob_size
 
 pytestmark = pytest.mark.sandbox
 
@@ -38,3 +41,68 @@ def test_a_conversation_without_reasoning_is_one_sample(lab: Lab) -> None:
     assert len(result.requests[2].json["messages"]) == 6
     assert [asked.turn for asked in result.asked] == [0, 1, 2]
     assert result.asked[0].tool_names == ["shell", "finish"] and result.asked[0].last_user == "Write a file"
+
+
+def test_reasoning_and_odd_tokens_are_recorded_exactly(lab: Lab) -> None:
+    """Whatever the model says, the samples hold it; what the chat template makes of it later is another sample."""
+
+    def policy(asked: Asked) -> Say:
+        if asked.turn == 0:
+            return Say("Grüße.\n\n", "hm", [Call("shell", '{"command":"echo \\u00fc"}')], split=True)
+        return Say("ü it is", "so")
+
+    result = lab.run("react", policy, instruction="Look")
+    assert result.outcome == "completed" and result.violations == [], result.explain()
+    first, second = result.samples
+    said = qwen3().decode(first.tokens[first.loss_mask == 1])
+    assert said == (
+        '<think>\nhm\n</think>\n\nGrüße.\n\n\n<tool_call>\n{"name": "shell", "arguments": '
+        '{"command":"echo \\u00fc"}}\n</tool_call><|im_end|>'
+    )
+    ids = first.tokens[first.loss_mask == 1].tolist()
+    assert ids != qwen3().encode(said)
+    at = int(first.prompt_len)
+    assert first.logprobs[first.loss_mask == 1].tolist() == [
+        -logprob_size(at + k, i) for k, i in enumerate(ids)
+    ]
+    assert result.asked[1].last == "ü\n"
+    assert result.drift == {"first": 1, second.break_reason.value: 1}
+
+
+def test_the_oracle_sees_one_conversation(lab: Lab) -> None:
+    result = lab.run("react", write_and_read, instruction="Write a file")
+    found = minimum(result.askings())
+    assert found.samples == len(result.samples) == 1 and found.parents == {0: None, 1: 0, 2: 1}
+
+
+def test_a_wrong_file_gives_nothing(lab: Lab) -> None:
+    result = lab.run("react", write_and_read, instruction="Write a file", expect={"a.txt": "hallo\n"})
+    assert (result.outcome, result.reward) == ("completed", 0.0), result.explain()
+    assert "a.txt differs" in result.logs["verifier"]
+
+
+@pytest.mark.parametrize(
+    "fault", [Fault(status=429, retry_after=0), Fault(status=500), Fault(drop=True), Fault(slow_s=0.3)]
+)
+def test_trouble_of_the_engine_is_told_and_survived(lab: Lab, fault: Fault) -> None:
+    result = lab.run("react", write_and_read, instruction="Write a file", faults={1: fault})
+    assert result.outcome == "completed" and result.violations == [], result.explain()
+    assert len(result.asked) == 3 and result.trained_calls == 3
+    assert minimum(result.askings()).samples == len(result.samples) == 1
+
+
+@pytest.mark.parametrize("fault", [Fault(status=500), Fault(status=429, retry_after=0), Fault(drop=True)])
+def test_trouble_at_the_door_is_told_and_survived(lab: Lab, fault: Fault) -> None:
+    """The relay dials again when the connection breaks; what has a status is the harness's business."""
+    result = lab.run("react", write_and_read, instruction="Write a file", door_faults={1: fault})
+    assert result.outcome == "completed" and result.violations == [], result.explain()
+    assert len(result.requests) == 4 and len(result.calls) == 3
+    assert minimum(result.askings()).samples == len(result.samples) == 1
+
+
+def test_a_policy_that_fails_is_a_refusal(lab: Lab) -> None:
+    def policy(asked: Asked) -> Say:
+        raise RuntimeError("no idea")
+
+    result = lab.run("react", policy, instruction="Write a file")
+    assert result.calls[0].status == 400 and "no idea" in result.log, result.explain()

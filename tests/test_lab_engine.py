@@ -133,6 +133,13 @@ def test_rendered_generated_and_derendered_it_is_the_chat(engine: ScriptedEngine
     assert [a.tool_names for a in engine.asked] == [["f"], ["f"]]
 
 
+def test_text_comes_with_the_ids_when_it_is_asked_for(engine: ScriptedEngine, http: httpx.Client) -> None:
+    request = {**render(http, USER, logprobs=True), "output_mode": "text"}
+    choice = generate(http, request)["choices"][0]
+    assert choice["text"] == "hi" and choice["token_ids"][-1] == qwen3().end_id
+    assert [entry["token"] for entry in choice["logprobs"]["content"]] == ["hi", "<|im_end|>"]
+
+
 def test_an_end_of_turn_that_is_derendered_stands_in_the_text(
     engine: ScriptedEngine, http: httpx.Client
 ) -> None:
