@@ -15,10 +15,11 @@ if __name__ == "__main__":
     platform.start("cpu")
     from forge_server.trainer import advantage
 
-    sections = {
-        name: config.check([f"algorithm.adv_estimator={name}"], device="cpu").algorithm
-        for name in json.load(sys.stdin)
-    }
+    sections = {}
+    for name in json.load(sys.stdin):
+        estimator, *more = name.split()  # an estimator, and overrides that go with it
+        overrides = [f"algorithm.adv_estimator={estimator}", *more]
+        sections[name] = config.check(overrides, device="cpu").algorithm
     results: list[dict[str, list[float]] | str] = []
     for path in sys.argv[2:]:
         try:

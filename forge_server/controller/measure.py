@@ -31,6 +31,7 @@ def ended_rollouts(group: Group, cuts: Mapping[str, Cut]) -> list[EndedRollout]:
                 reward=member.reward,
                 not_trained=member.not_trained or (cut.fault or "" if cut else ""),
                 trained_tokens=cut.trained_tokens if cut else 0,
+                clipped_tokens=sum(cut.clipped.values()) if cut else 0,
                 min_version=_min_version(cut) if cut else 0,
             )
         )
@@ -61,7 +62,7 @@ def step_figures(
         "rollouts/trained": len(trained),
         **reward_figures([r.reward for r in valid if r.reward is not None]),
         **_sample_figures([cut_of[r.id] for r in trained]),
-        **_staleness_figures([age(_min_version(cut_of[r.id])) for r in trained]),
+        **_staleness_figures([age(r.min_version) for r in trained if r.trained_tokens]),
         **_stale_figures([cut_of[r.id] for r in everyone if r.trainable and _stale(selection, r)]),
         **_death_figures(everyone, {i: m.attempts for i, m in members.items()}, cut_of),
     }

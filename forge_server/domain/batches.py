@@ -4,9 +4,12 @@ Three nested sets of the rollouts that a step has drawn:
 
 1. *valid*: ended ``completed`` or as a policy failure, with a reward. All of them make up the reported
    reward, and nothing else does: infra failures leave no trace in it (I5).
-2. *trainable*: valid, its attempt was recorded whole (I4), and at least one of its tokens is trained. They
-   are the baseline of their group: a rollout that gets no advantage must not move that of the others.
-3. *trained*: the trainable rollouts of groups with a signal: at least two of them, rewards not all equal.
+2. *trainable*: valid, its attempt was recorded whole (I4), and at least one of its tokens is to be trained.
+   They are the baseline of their group: a rollout that gets no advantage must not move that of the others.
+   One whose tokens all lie beyond the length limit stays in it: it did what its reward says, and the others'
+   advantages must not depend on where rows are cut.
+3. *trained*: the trainable rollouts of groups with a signal: at least two of them, rewards not all equal,
+   and a token to train.
 
 The advantage itself is the trainer's (I11): the batch carries rewards and groups, and every rollout of it is
 there with all of its samples. Only rows for trainers that expect one (`forge-server export`) carry the plain
@@ -34,7 +37,8 @@ class EndedRollout(msgspec.Struct, frozen=True, kw_only=True):
     """What the selection must know of a rollout that has ended.
 
     ``not_trained`` is the reason of its final attempt (I4), empty when there is none; ``trained_tokens``
-    counts the tokens with loss mask 1 over all its samples; ``min_version`` is their oldest policy version.
+    counts the tokens with loss mask 1 over all its samples, ``clipped_tokens`` those that would have it but for
+    the length limit; ``min_version`` is the oldest policy version of the former.
     """
 
     id: str
@@ -43,6 +47,7 @@ class EndedRollout(msgspec.Struct, frozen=True, kw_only=True):
     reward: float | None
     not_trained: str = ""
     trained_tokens: int = 0
+    clipped_tokens: int = 0
     min_version: int = 0
 
     @property
@@ -51,7 +56,7 @@ class EndedRollout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def trainable(self) -> bool:
-        return self.valid and not self.not_trained and self.trained_tokens > 0
+        return self.valid and not self.not_trained and self.trained_tokens + self.clipped_tokens > 0
 
 
 class Selection(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,11 +72,12 @@ def judge(rollouts: Sequence[EndedRollout], oldest_version: int | None = None) -
     With ``oldest_version`` the group is stale when any trainable token of it is older (async mode).
     """
     trainable = [r for r in rollouts if r.trainable]
-    if len(trainable) < 2:
+    trained = [r for r in trainable if r.trained_tokens]
+    if len(trainable) < 2 or not trained:
         return Drop.TOO_FEW_VALID
     if len({r.reward for r in trainable}) == 1:
         return Drop.EQUAL_REWARDS
-    if oldest_version is not None and min(r.min_version for r in trainable) < oldest_version:
+    if oldest_version is not None and min(r.min_version for r in trained) < oldest_version:
         return Drop.STALE
     return None
 

@@ -70,7 +70,7 @@ def _trained(
         reason, found = left_out(rollout), Cut()
         if not reason and rollout.attempt_id is not None:
             found = cut_attempt(reader, rollout.attempt_id, run.limit)
-            reason = found.fault or ("" if found.samples else "nothing_trainable")
+            reason = found.fault or ("" if found.samples or found.clipped else "nothing_trainable")
         if any(sample.media for sample in found.samples):
             reason = "media"  # these rows carry tokens only
         if not reason:
@@ -95,5 +95,6 @@ def _judged(rollout: Rollout, found: Cut) -> EndedRollout:
         outcome=Outcome(str(rollout.outcome)),
         reward=rollout.reward,
         trained_tokens=found.trained_tokens,
-        min_version=min(sample.min_version for sample in found.samples),
+        clipped_tokens=sum(found.clipped.values()),
+        min_version=min((sample.min_version for sample in found.samples), default=0),
     )
