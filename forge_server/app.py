@@ -53,6 +53,7 @@ from forge_server.engine.attach import AttachedHost
 from forge_server.engine.checkpoint import Policy
 from forge_server.engine.hosts import Host
 from forge_server.engine.managed import ManagedHost, ManagedSpec
+from forge_server.engine.model_facts import ModelFacts, facts_of
 from forge_server.engine.pool import EnginePool
 from forge_server.evaluation.round import Evaluation
 from forge_server.harness.load import load_all
@@ -126,15 +127,14 @@ class _NoEngine:
     reason = 'not configured: add [engine] kind = "managed" and model = "FOLDER" to forge.toml'
     ready = False
 
-    async def chat(self, body: Any, *, request_id: str, known: Any = None) -> Any:
+    template = None
+
+    async def _away(self, *args: Any, **kwargs: Any) -> Any:
         from forge_server.domain.engine import EngineUnavailable
 
         raise EngineUnavailable(f"the engine is {self.reason}")
 
-    async def count_tokens(self, messages: Any, tools: Any) -> int:
-        from forge_server.domain.engine import EngineUnavailable
-
-        raise EngineUnavailable(f"the engine is {self.reason}")
+    chat = count_tokens = render = generate = message = detokenize = _away
 
     async def swap(self, path: Path, version: int, manifest_sha256: str) -> Any:
         raise ConfigError(f"the engine is {self.reason}")
@@ -159,6 +159,16 @@ def model_folder(settings: Settings) -> Path:
             mend="set [engine] model to a Hugging Face folder",
         )
     return folder
+
+
+def _untrainable(facts: ModelFacts) -> str:
+    """Why a run with such a model must not train it; empty when it may."""
+    if not facts.sense:
+        return ""
+    return (
+        f"the model is multimodal ({facts.sense}) and batches carry no pixels: what it sees would be missing from its "
+        "training, so it can be recorded, evaluated and exported, but not trained"
+    )
 
 
 def load_specs(settings: Settings) -> dict[str, Spec]:
@@ -290,7 +300,9 @@ class Server:
                 adopted=len(found.adopted_attempts),
             )
         settings = self.settings
+        facts = ModelFacts()
         if settings.engine.model:
+            facts = facts_of(model_folder(settings))
             await self.policies.open(model_folder(settings))
         serving = await self.policies.serving()
         policy = Policy(0, None)
@@ -304,6 +316,7 @@ class Server:
             versions=self.policies,
             budget_exceeded=self._budget_exceeded,
             engine_gave_up=self._engine_gave_up,
+            placeholder=facts.placeholder,
         )
         self.scheduler = Scheduler(
             self.store,
@@ -351,7 +364,13 @@ class Server:
             ),
             self._keeper,
         )
-        self.runs = Runs(self.store, self.lifecycle, settings.engine.policy, self.controller.follow)
+        self.runs = Runs(
+            self.store,
+            self.lifecycle,
+            settings.engine.policy,
+            self.controller.follow,
+            untrainable=_untrainable(facts),
+        )
         self.external = ExternalRollouts(
             self.store,
             self.lifecycle,

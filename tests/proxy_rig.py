@@ -34,12 +34,20 @@ SECRET = b"s" * 32
 PATIENCE = 20.0
 """Seconds that any wait of a test may take; far more than it needs."""
 
+PLACEHOLDER = 6
+"""The id that stands for a piece of an image."""
+
 Script = Callable[[dict[str, Any]], Awaitable[ChatResult]]
 
 
 def words(text: str) -> list[int]:
     """A stand-in for a tokenizer: one id per character."""
     return [ord(c) for c in text]
+
+
+def _piece(part: dict[str, Any]) -> list[int]:
+    """An image is three placeholders between the ids that enclose it."""
+    return [5, PLACEHOLDER, PLACEHOLDER, PLACEHOLDER, 7] if "image_url" in part else words(part["text"])
 
 
 def prompt_of(body: dict[str, Any]) -> list[int]:
@@ -49,6 +57,8 @@ def prompt_of(body: dict[str, Any]) -> list[int]:
         message = msgspec.json.decode(raw)
         if message["role"] == "assistant":
             out += [1, *words(message.get("content") or ""), 2]
+        elif isinstance(message.get("content"), list):
+            out += [3, *(id for part in message["content"] for id in _piece(part)), 4]
         else:
             out += [3, *words(str(message.get("content") or "")), 4]
     return out
@@ -73,6 +83,8 @@ def result(body: dict[str, Any], text: str = "ok", **changes: Any) -> ChatResult
 
 class Engine:
     """Answers ``answer N``, unless a script is given. ``asked``: bodies; ``aborted``: cancelled calls."""
+
+    template = None  # it takes no tokens
 
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
@@ -131,6 +143,7 @@ class Rig:
         self.engine, self.gate, self.versions = Engine(), Gate(), Versions()
         self.policy: dict[str, Any] = {"mode": "train", "model": "forge"}
         self.keepalive_after_s = 60.0
+        self.placeholder: int | None = PLACEHOLDER
         self.max_body = 64 * 1024 * 1024
         self.attempt = ""
         self.url = ""
@@ -184,6 +197,7 @@ class Rig:
             versions=self.versions,
             budget_exceeded=self.budget_exceeded,
             engine_gave_up=self.engine_gave_up,
+            placeholder=self.placeholder,
         )
         self.routes = InferenceRoutes(
             sessions=self.sessions,

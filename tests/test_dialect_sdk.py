@@ -194,7 +194,7 @@ async def test_anthropic_messages_with_tools_and_an_image(proxy: Rig) -> None:
     assert [c["id"] for c in messages[2]["tool_calls"]] == ["call_1", "call_2"]
     assert counted.input_tokens > 10
     rows = await recorded(proxy, "messages", 3)  # counting is no call
-    assert rows[0].flags == {"dropped": ["tools.web_search_20250305"]}
+    assert rows[0].flags == {"dropped": ["tools.web_search_20250305"], "images": 1}
 
 
 async def test_anthropic_errors_and_keepalives(tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ async def test_google_genai_with_tools_and_an_image(proxy: Rig) -> None:
     assert counted.total_tokens > 10
     await client.aclose()
     rows = await recorded(proxy, "gemini", 3)
-    assert rows[0].flags == {"dropped": ["tools.googleSearch"]}
+    assert rows[0].flags == {"dropped": ["tools.googleSearch"], "images": 1}
 
 
 async def test_google_genai_chat_and_errors(proxy: Rig) -> None:

@@ -119,7 +119,7 @@ async def check(proxy: Rig, harness: Harness) -> None:
         fault == "no_call" and not harness.read
     )  # I1, I4: whole and numbered without a gap
     query = (
-        sa.select(t.calls, t.call_tokens.c.data, t.call_tokens.c.prompt_digest)
+        sa.select(t.calls, t.call_tokens)
         .outerjoin(t.call_tokens, t.call_tokens.c.call_id == t.calls.c.id)
         .where(t.calls.c.attempt_id == proxy.attempt)
     )

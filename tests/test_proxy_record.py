@@ -25,7 +25,7 @@ async def proxy(database_url: str) -> AsyncIterator[Rig]:
 
 async def calls_of(proxy: Rig) -> Any:
     query = (
-        sa.select(t.calls, t.call_tokens.c.data, t.call_tokens.c.prompt_digest)
+        sa.select(t.calls, t.call_tokens)
         .outerjoin(t.call_tokens, t.call_tokens.c.call_id == t.calls.c.id)
         .where(t.calls.c.attempt_id == proxy.attempt)
     )

@@ -64,23 +64,39 @@ def going_runs(connection: Connection) -> list[Run]:
 
 class Runs:
     """Runs of the one policy ``policy``. ``started`` is called with the id of every run that was
-    created, or found again and has not ended.
+    created, or found again and has not ended. ``untrainable`` says why the policy's model cannot be trained,
+    empty when it can.
     """
 
-    def __init__(self, store: Store, events: Events, policy: str, started: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        events: Events,
+        policy: str,
+        started: Callable[[str], None],
+        *,
+        untrainable: str = "",
+    ) -> None:
         self._store, self._events, self._policy, self._started = store, events, policy, started
+        self._untrainable = untrainable
 
     async def check(self, settings: RunSettings) -> Run | None:
         """The run of that name, if there is one; changes nothing.
 
         Raises Conflict naming the key when the settings differ from those it was created with,
-        ConfigError when they ask for another policy than the engine serves.
+        ConfigError when they ask for another policy than the engine serves, or to train one that cannot be.
         """
         if settings.policy != self._policy:
             raise ConfigError(
                 f"the engine serves policy {self._policy!r}, not {settings.policy!r}",
                 where=f"run {settings.name}",
                 mend="mend policy",
+            )
+        if settings.kind == "train" and self._untrainable:
+            raise ConfigError(
+                self._untrainable,
+                where=f"run {settings.name}",
+                mend='give the run kind = "record" or kind = "eval", or the engine a model of text alone',
             )
         found = await self._by_name(settings.name)
         key = first_change(msgspec.to_builtins(found.settings), settings) if found else None

@@ -12,11 +12,12 @@ import msgspec
 import sqlalchemy as sa
 
 from forge_server.domain.errors import NotFound
+from forge_server.store import media
 from forge_server.store import tables as t
 from forge_server.store.recordings import call_rows
 from forge_server.trajectory.attempt import Cut, cut
 from forge_server.trajectory.check import CheckedAttempt, CheckedCall, StoredSample
-from forge_server.trajectory.codec import CallRow
+from forge_server.trajectory.codec import CallRow, named
 
 T = TypeVar("T")
 PAGE = 500
@@ -168,7 +169,9 @@ def _attempt(connection: sa.Connection, columns: sa.RowMapping) -> CheckedAttemp
         .where(s.attempt_id == id)
         .order_by(s.index)
     )
+    rows = call_rows(connection, id)
     return CheckedAttempt(
+        images=media.sound(connection, named(rows)),
         calls=tuple(
             CheckedCall(
                 row=row,
@@ -179,7 +182,7 @@ def _attempt(connection: sa.Connection, columns: sa.RowMapping) -> CheckedAttemp
                 spliced=sizes[row.id].mode == "splice",
                 fallback=(sizes[row.id].flags or {}).get("fallback"),
             )
-            for row in call_rows(connection, id)
+            for row in rows
         ),
         samples=tuple(
             StoredSample(

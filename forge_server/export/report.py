@@ -11,7 +11,8 @@ from forge_server.trajectory.attempt import Cut
 
 class ExportReport(msgspec.Struct):
     """``left_out``: rollouts without a row, by reason. ``untrained``: calls of the written rollouts that no
-    sample trains, by reason. ``clipped_tokens``: completion tokens beyond the length limit.
+    sample trains, by reason. ``clipped_tokens``: completion tokens beyond the length limit. ``images``: files of
+    them beside the rows.
     """
 
     path: str
@@ -20,6 +21,7 @@ class ExportReport(msgspec.Struct):
     tokens: int = 0
     trained_tokens: int = 0
     clipped_tokens: int = 0
+    images: int = 0
     left_out: Counter[str] = msgspec.field(default_factory=Counter)
     untrained: Counter[str] = msgspec.field(default_factory=Counter)
 

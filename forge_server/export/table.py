@@ -5,7 +5,8 @@ One row per sample. ``loss_mask``, ``logprobs`` (0 outside the mask) and ``versi
 long as ``tokens``. A call span covers ``[start, end)`` of its row: context from ``start``, completion from
 ``prompt_end``; it is trained where ``owned``. ``loss_weight`` is 1 over the trained tokens of the whole
 rollout, for trainers that weigh rollouts equally. ``advantage`` is null: it belongs to a group and is the
-trainer's to compute, once per rollout (I11).
+trainer's to compute, once per rollout (I11). ``mm`` names the images of ``tokens``: the placeholders of one stand in
+``[offset, offset + length)``, and its file lies beside the table as ``media/SHA256``.
 """
 
 from collections.abc import Iterable, Sequence
@@ -144,11 +145,25 @@ def batch(rows: Sequence[Row], schema: pa.Schema, words: Words) -> pa.RecordBatc
             case "valid":
                 return pa.array([True] * len(rows), kind)
             case "mm":
-                return pa.array([[] for _ in rows], pa.list_(pa.null())).cast(kind)
+                return _media(samples, words)
             case _:  # advantage, routed_ref, kept_ref: not known here
                 return pa.nulls(len(rows), kind)
 
     return pa.record_batch([column(field.name, field.type) for field in schema], schema=schema)
+
+
+def _media(samples: Sequence[Sample], words: Words) -> pa.ListArray:
+    spans = [span for sample in samples for span in sample.media]
+    columns = [
+        pa.array([span.sha256 for span in spans], pa.string()),
+        pa.array([span.offset for span in spans], pa.int32()),
+        pa.array([span.length for span in spans], pa.int32()),
+        words.encode("modality", ["image"] * len(spans)),
+        pa.nulls(len(spans), pa.string()),
+    ]
+    counts: npt.NDArray[np.int32] = np.cumsum([0, *(len(s.media) for s in samples)], dtype=np.int32)
+    inner = pa.StructArray.from_arrays(columns, fields=list(_MEDIA))
+    return pa.ListArray.from_arrays(pa.array(counts), inner)
 
 
 def _spans(samples: Sequence[Sample], words: Words) -> pa.ListArray:

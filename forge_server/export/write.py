@@ -15,6 +15,7 @@ from pyarrow import ipc
 
 from forge_server.export import table
 from forge_server.export.identity import identity
+from forge_server.export.media import MediaFolder
 from forge_server.export.records import Reader, Run, cut_attempt, rollouts
 from forge_server.export.report import ExportReport, left_out
 from forge_server.export.whole import whole_file
@@ -38,19 +39,28 @@ def export_run(
     whose = identity(reader, run)
     schema = table.sft_schema(whose) if form == "sft" else table.schema(whose)
     words = table.Words()
+    images = MediaFolder(reader, path)
     with whole_file(path) as part, _WRITERS[form](part, schema) as write:
-        for rows in _gather(_rows(reader, run, min_reward, report)):
+        for rows in _gather(_rows(reader, run, min_reward, report, blind=form == "sft")):
+            for row in rows:
+                images.add(row.sample.media)
             write(table.batch(rows, schema, words))
+    report.images = len(images)
     return report
 
 
-def _rows(reader: Reader, run: Run, min_reward: float | None, report: ExportReport) -> Iterator[table.Row]:
+def _rows(
+    reader: Reader, run: Run, min_reward: float | None, report: ExportReport, *, blind: bool
+) -> Iterator[table.Row]:
+    """``blind``: rollouts that show images are left out, since what reads the rows gets tokens only."""
     for rollout in rollouts(reader, run):
         reason = left_out(rollout, min_reward)
         found = Cut()
         if not reason and rollout.attempt_id is not None:
             found = cut_attempt(reader, rollout.attempt_id, run.limit)
             reason = found.fault or ("" if found.samples else "nothing_trainable")
+        if blind and any(sample.media for sample in found.samples):
+            reason = "media"
         if reason:
             report.left_out[reason] += 1
             continue

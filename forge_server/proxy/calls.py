@@ -19,10 +19,11 @@ from forge_server.domain.classify import RECORD_ERROR
 from forge_server.domain.engine import ChatResult, EngineRefused, EngineUnavailable
 from forge_server.domain.errors import StoreError
 from forge_server.domain.ids import CallIds
+from forge_server.domain.media import Media
 from forge_server.domain.outcome import Kind
 from forge_server.domain.states import CallEnd, Delivery
 from forge_server.domain.turn import Turn, as_message, from_message
-from forge_server.proxy import record, rules, sampling
+from forge_server.proxy import record, rules, sampling, splice
 from forge_server.proxy.dialects.base import Refusal
 from forge_server.proxy.flights import Answer, Flight
 from forge_server.proxy.hold import Gate
@@ -31,8 +32,11 @@ from forge_server.proxy.ports import BudgetExceeded, Engine, EngineGaveUp, Store
 from forge_server.proxy.recall import completion_id
 from forge_server.proxy.replay import choice_of, marks_of
 from forge_server.proxy.sessions import Session
+from forge_server.proxy.splice_align import Unspliceable
+from forge_server.proxy.splice_index import Asked
 from forge_server.store import messages
 from forge_server.store.tables import call_messages, call_tokens, calls
+from forge_server.trajectory.media import locate
 
 log = structlog.get_logger(__name__)
 
@@ -54,7 +58,8 @@ class _Ended(Exception):
 
 
 class Calls:
-    """Makes calls; one per server."""
+    """Makes calls; one per server. ``placeholder``: the id that the engine repeats in a prompt for an image, where
+    that is known."""
 
     def __init__(
         self,
@@ -65,11 +70,12 @@ class Calls:
         versions: VersionSource,
         budget_exceeded: BudgetExceeded,
         engine_gave_up: EngineGaveUp,
+        placeholder: int | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._store, self._engine, self._gate, self._versions = store, engine, gate, versions
         self._budget_exceeded, self._engine_gave_up = budget_exceeded, engine_gave_up
-        self._clock = clock
+        self._placeholder, self._clock = placeholder, clock
         self._ids = CallIds()
         self._late: set[asyncio.Task[None]] = set()
 
@@ -173,7 +179,7 @@ class Calls:
         )
         pinned.flags.update(flight.flags)
         packed, fresh = session.transcript.pack(flight.turn, keys)
-        intent: record.Rows = [(messages.INTERN, row) for row in fresh]
+        intent: record.Rows = fresh
         intent.append((calls, record.intent(session.attempt_id, flight, policy)))
         intent.append((call_messages, {"call_id": flight.id, "request": packed}))
         try:
@@ -192,10 +198,13 @@ class Calls:
             self._write_late(flight.id, intent, [(record.FAILED, end)])
             raise _unavailable(error) from error
         session.transcript.committed(flight.id, keys)
+        images = session.transcript.images(keys)
+        if images:
+            pinned.flags["images"] = len(images)
 
         passage = _Passage(pinned.flags)
         try:
-            result = await self._sample(session, flight, pinned.body, passage)
+            result = await self._sample(session, flight, keys, pinned, passage)
             completion = from_message(
                 result.message,
                 id=completion_id(flight.id),
@@ -213,14 +222,22 @@ class Calls:
         session.engine_failures = 0
         session.tokens += result.usage_completion
         placement = None
+        media: Media | None = None
         if result.prompt_ids is not None and result.completion_ids is not None:
+            media = locate(result.prompt_ids, self._placeholder, images)
             placement = session.forest.add(
-                flight.id, result.prompt_ids, result.completion_ids, Delivery.UNKNOWN
+                flight.id, result.prompt_ids, result.completion_ids, Delivery.UNKNOWN, media or ()
             )
             session.confirmed(placement.confirmed)
             session.known = result
         reason = record.untrainable(
-            result, policy, label=flight.label, constrained=pinned.constrained, mixed=passage.mixed
+            result,
+            policy,
+            label=flight.label,
+            constrained=pinned.constrained,
+            mixed=passage.mixed,
+            versions=passage.versions,
+            media=media,
         )
         end_row = record.answered(
             flight,
@@ -229,6 +246,7 @@ class Calls:
             reason,
             at=self._clock(),
             version=passage.version,
+            spliced=passage.served is not None,
             flags=passage.flags,
             engine_ms=passage.engine_ms,
             held_ms=passage.held_ms,
@@ -240,9 +258,8 @@ class Calls:
             (record.ANSWERED, end_row),
         ]
         if placement is not None:
-            rows.append(
-                (call_tokens, record.tokens(flight, result, placement, passage.version, session.digests))
-            )
+            row = record.tokens(flight, result, placement, passage.version, session.digests, media or ())
+            rows.append((call_tokens, row))
         rows.append((record.RESPONSE, {"b_id": flight.id, "b_response": key}))
         answer = Answer(flight.id, flight.digest, completion, Delivery.UNKNOWN)
         try:
@@ -253,6 +270,8 @@ class Calls:
             rows.append((record.WITHHELD, record.withheld(flight, str(error))))
             self._write_late(flight.id, [], rows)
             raise _unavailable(error) from error
+        if passage.asked is not None:
+            splice.remember(session.answers, flight.id, passage.asked, passage.served, result, completion)
         session.landed(answer)
         answer.watchers = flight.watchers
         if not flight.watchers:
@@ -260,7 +279,12 @@ class Calls:
         return answer
 
     async def _sample(
-        self, session: Session, flight: Flight, body: dict[str, Any], passage: "_Passage"
+        self,
+        session: Session,
+        flight: Flight,
+        keys: tuple[bytes, ...],
+        pinned: sampling.Pinned,
+        passage: "_Passage",
     ) -> ChatResult:
         """Wait for the gate, ask the engine, and ask again when a weight update aborted the answer."""
         try:
@@ -270,15 +294,14 @@ class Calls:
                         passage.held_ms += held_ms
                         passage.version, overrun = self._versions.current, self._gate.overrun
                         began = time.monotonic()
-                        result = await self._engine.chat(
-                            body, request_id=f"forge-{flight.id}", known=session.known
-                        )
+                        result = await self._ask(session, flight, keys, pinned, passage)
                         passage.engine_ms = (time.monotonic() - began) * 1000.0
                         # a call that an update did not wait for may have been answered by either version
                         passage.mixed = (self._versions.current, self._gate.overrun) != (
                             passage.version,
                             overrun,
                         )
+                        passage.versions = frozenset((passage.version, self._versions.current))
                 if result.finish_reason != "abort":
                     flight.recording()
                     return result
@@ -295,6 +318,42 @@ class Calls:
             raise _Ended(CallEnd.REJECTED, Refusal(400, error.code, error.message)) from error
         except EngineUnavailable as error:
             raise _Ended(CallEnd.UPSTREAM_ERROR, _engine_away(str(error))) from error
+
+    async def _ask(
+        self,
+        session: Session,
+        flight: Flight,
+        keys: tuple[bytes, ...],
+        pinned: sampling.Pinned,
+        passage: "_Passage",
+    ) -> ChatResult:
+        """Ask the engine: with the tokens that were sampled before where that can be done, else with messages."""
+        policy, request_id = session.policy, f"forge-{flight.id}"
+        passage.served = passage.asked = None
+        passage.flags.pop("fallback", None)
+        template = self._engine.template
+        if policy.forwarding == "splice" or (policy.forwarding == "auto" and template is not None):
+            session.recover(template)
+            passage.asked = asked = session.answers.asked(policy.model, flight.turn, keys)
+            ask = splice.Ask(
+                asked=asked,
+                body=pinned.body,
+                constrained=pinned.constrained,
+                images=bool(session.transcript.images(keys)),
+                answers=session.answers,
+                forest=session.forest,
+                policy=policy,
+                attempt_id=session.attempt_id,
+                request_id=request_id,
+            )
+            try:
+                passage.served = await splice.serve(self._engine, template, ask)
+                result = passage.served.result
+                # without a live version of the policy the engine's labels mean nothing
+                return result if passage.version >= 0 else msgspec.structs.replace(result, versions=())
+            except Unspliceable as error:
+                passage.flags["fallback"] = error.reason
+        return await self._engine.chat(pinned.body, request_id=request_id, known=session.known)
 
     async def _failed(self, session: Session, flight: Flight, ended: _Ended, passage: "_Passage") -> NoReturn:
         flight.recording()
@@ -356,6 +415,9 @@ class _Passage:
         self.version = 0
         self.held_ms = self.engine_ms = 0.0
         self.mixed = False
+        self.versions: frozenset[int] = frozenset()  # those that can have been in force
+        self.asked: Asked | None = None
+        self.served: splice.Served | None = None
 
 
 def _engine_away(why: str) -> Refusal:

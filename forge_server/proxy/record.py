@@ -11,16 +11,19 @@ import sqlalchemy as sa
 from forge_server.domain.call import VersionSpan, count_fault
 from forge_server.domain.classify import RECORD_ERROR
 from forge_server.domain.engine import ChatResult
+from forge_server.domain.media import Media
 from forge_server.domain.states import CallEnd, Delivery, Untrainable
 from forge_server.proxy.flights import Flight
 from forge_server.proxy.ports import CallPolicy, Row
 from forge_server.store.tables import call_messages, calls
 from forge_server.trajectory import codec
 from forge_server.trajectory.forest import Placement
+from forge_server.trajectory.media import pack
 
 Rows = list[tuple[sa.Table | sa.Executable, Row]]
 
 _OK = (
+    "mode",
     "ended_at",
     "end",
     "status",
@@ -119,13 +122,18 @@ def answered(
     *,
     at: float,
     version: int,
+    spliced: bool,
     flags: dict[str, Any],
     engine_ms: float,
     held_ms: float,
 ) -> Row:
-    """The end of a call that the engine answered. ``placement`` is None when the engine gave no ids."""
+    """The end of a call that the engine answered. ``placement`` is None when the engine gave no ids. ``version``:
+    the one in force when it was asked, unless it says itself."""
+    if result.versions and result.versions[0].version >= 0:
+        version = result.versions[0].version
     return {
         "b_id": flight.id,
+        "mode": "splice" if spliced else "record",
         "ended_at": at,
         "end": CallEnd.OK,
         "status": 200,
@@ -155,25 +163,40 @@ def withheld(flight: Flight, why: str) -> Row:
 
 
 def tokens(
-    flight: Flight, result: ChatResult, placement: Placement, version: int, digests: codec.PromptDigests
+    flight: Flight,
+    result: ChatResult,
+    placement: Placement,
+    version: int,
+    digests: codec.PromptDigests,
+    media: Media,
 ) -> Row:
     """The row of ``call_tokens``; only for a result with ids. Its delivery stays unknown for the time
     being. ``digests`` are the session's."""
     assert result.prompt_ids is not None and result.completion_ids is not None
-    spans = (VersionSpan(version, 0, result.completion_ids.size),)
+    spans = result.versions or (VersionSpan(version, 0, result.completion_ids.size),)
     return {
         "call_id": flight.id,
         "data": codec.encode(
             result.prompt_ids, placement.shared, result.completion_ids, result.logprobs, spans
         ),
         "prompt_digest": digests.of(result.prompt_ids),
+        "media": pack(media, placement.shared),
     }
 
 
 def untrainable(
-    result: ChatResult, policy: CallPolicy, *, label: str, constrained: bool, mixed: bool
+    result: ChatResult,
+    policy: CallPolicy,
+    *,
+    label: str,
+    constrained: bool,
+    mixed: bool,
+    versions: frozenset[int],
+    media: Media | None,
 ) -> Untrainable | None:
-    """Why the answer may not be trained whatever becomes of its delivery (the closed list), or None."""
+    """Why the answer may not be trained whatever becomes of its delivery (the closed list), or None. ``mixed``:
+    more than one of the ``versions`` that were in force may have answered. ``media``: the images of its prompt,
+    None when they cannot be told."""
     if result.finish_reason == "abort":
         return Untrainable.ABORTED
     if result.prompt_ids is None or result.completion_ids is None:
@@ -185,13 +208,17 @@ def untrainable(
         return fault
     if constrained:
         return Untrainable.CONSTRAINED
-    if mixed:
+    if any(span.version not in versions for span in result.versions):
+        return Untrainable.UNKNOWN_VERSION
+    if mixed and not result.versions:
         return Untrainable.MIXED_VERSIONS
     if label:
         return Untrainable.SIDE_CALL
     if policy.mode == "eval":
         return Untrainable.EVALUATION
-    return None
+    if media != () and policy.mode == "train":
+        return Untrainable.MEDIA
+    return Untrainable.MEDIA_UNKNOWN if media is None else None
 
 
 def settle_receipts(

@@ -1,7 +1,8 @@
 """The messages of one attempt's requests: what identifies a request, and what of it is new to the database.
 
 A session sends its whole history with every turn. Each message is digested once: later turns find its digest
-by a fast hash that serves within the attempt alone.
+by a fast hash that serves within the attempt alone. Images are stored apart, by their own hash; a message is
+known by the form that names them so.
 """
 
 import hashlib
@@ -12,8 +13,8 @@ import xxhash
 from msgspec import Raw
 
 from forge_server.domain.turn import Turn
-from forge_server.proxy.ports import Row
-from forge_server.store import messages
+from forge_server.proxy.record import Rows
+from forge_server.store import media, messages
 
 _REMEMBERED = 50_000
 
@@ -40,6 +41,7 @@ class Transcript:
 
     def __init__(self, stored: Stored) -> None:
         self._digests: dict[bytes, bytes] = {}
+        self._images: dict[bytes, tuple[str, ...]] = {}  # of the messages that show any
         self._stored = stored
         self._latest: tuple[int, tuple[bytes, ...]] = (0, ())
 
@@ -61,17 +63,27 @@ class Transcript:
         whole.update(msgspec.json.encode(rest))
         return whole.digest(), keys
 
-    def pack(self, turn: Turn, keys: tuple[bytes, ...]) -> tuple[bytes, list[Row]]:
-        """The packed request, and the rows of messages that are new here."""
+    def images(self, keys: tuple[bytes, ...]) -> tuple[str, ...]:
+        """SHA-256 of the images that the turn with these entries shows, in order."""
+        if not self._images:
+            return ()
+        return tuple(image for key in keys for image in self._images.get(key, ()))
+
+    def pack(self, turn: Turn, keys: tuple[bytes, ...]) -> tuple[bytes, Rows]:
+        """The packed request, and the rows of messages that are new here, images first."""
         latest, before = self._latest
         shared = _common(before, keys)
         entries: Sequence[Raw] = (*turn.tools, *turn.messages)
-        fresh = {
-            key: messages.row(entry, key)
-            for key, entry in zip(keys[shared:], entries[shared:], strict=True)
-            if key not in self._stored
-        }
-        return messages.pack(latest, shared, len(turn.tools), keys[shared:]), list(fresh.values())
+        fresh: dict[bytes, Raw] = {}
+        files: dict[str, media.Image] = {}
+        for key, entry in zip(keys[shared:], entries[shared:], strict=True):
+            if key in self._stored or key in fresh:
+                continue
+            fresh[key], images = media.by_hash(entry) if key in self._images else (entry, ())
+            files.update((image.sha256, image) for image in images)
+        rows: Rows = [(media.INTERN, image.row) for image in files.values()]
+        rows += [(messages.INTERN, messages.row(body, key)) for key, body in fresh.items()]
+        return messages.pack(latest, shared, len(turn.tools), keys[shared:]), rows
 
     def committed(self, call_id: int, keys: tuple[bytes, ...]) -> None:
         """The request of ``call_id`` is in the database."""
@@ -83,7 +95,10 @@ class Transcript:
         quick = xxhash.xxh3_128_digest(entry)
         known = self._digests.get(quick)
         if known is None:
-            known = self._digests[quick] = messages.digest(entry)
+            body, images = media.by_hash(entry)
+            known = self._digests[quick] = messages.digest(body)
+            if images:
+                self._images[known] = tuple(image.sha256 for image in images)
         return known
 
 

@@ -11,6 +11,7 @@ import hashlib
 import struct
 import threading
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 import msgspec
 import numpy as np
@@ -162,6 +163,15 @@ def decode_attempt(rows: Iterable[CallRow]) -> list[Call]:
         for link in reversed(chain):
             calls[link.id] = _rebuild(link, calls)
     return sorted(calls.values(), key=lambda call: call.seq)
+
+
+def named(rows: Iterable[CallRow]) -> set[str]:
+    """SHA-256 of the images that the rows name; what is damaged names none (``decode_attempt`` tells of it)."""
+    found: set[str] = set()
+    for row in rows:
+        with suppress(ValueError):
+            found.update(span.sha256 for span in media.unpack(row.media))
+    return found
 
 
 def _rebuild(row: CallRow, calls: dict[int, Call]) -> Call:

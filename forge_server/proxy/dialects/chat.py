@@ -3,7 +3,7 @@
 Requests: the parameters in ``_Request`` are understood, every other one is dropped by name. Answers:
 ``usage`` is always sent; in a stream it rides on the last choice chunk, and comes as a chunk of its own too
 when ``stream_options.include_usage`` asks for it. The reasoning is called ``reasoning_content``, the name
-that harnesses echo.
+that harnesses echo. Messages pass as they came, but for their images.
 """
 
 from typing import Any
@@ -12,7 +12,9 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from forge_server.domain.turn import Completion, Turn, as_message
+from forge_server.proxy.dialects import images
 from forge_server.proxy.dialects.base import Dialect, Refusal
+from forge_server.proxy.dialects.conversation import image_part
 from forge_server.proxy.dialects.errors import openai_error, openai_error_event
 from forge_server.proxy.dialects.reading import (
     NULL,
@@ -54,7 +56,9 @@ class _Request(msgspec.Struct):
 
 
 class _Part(msgspec.Struct):
+    type: str
     text: Any = None
+    image_url: Any = None
 
 
 class _Function(msgspec.Struct):
@@ -88,6 +92,7 @@ _SAMPLING = (
     "seed",
 )
 _KNOWN = frozenset(_Request.__struct_fields__)
+_TEXTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking"})
 _REFUSED = {  # what cannot be left out without changing what the answer is
     "continue_final_message": "end with another message",
     "functions": "use tools",
@@ -98,6 +103,7 @@ _ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "functio
 _decode = msgspec.json.Decoder(_Request).decode
 _decode_keys = msgspec.json.Decoder(dict[str, Raw]).decode
 _decode_message = msgspec.json.Decoder(_Message).decode
+_decode_any = msgspec.json.Decoder(dict[str, Any]).decode
 _encode = msgspec.json.encode
 
 
@@ -117,6 +123,7 @@ def read(body: bytes) -> Turn:
     if not request.messages:
         raise Refusal(400, "invalid_request", "messages is empty", param="messages")
     called: set[str | None] = set()
+    messages = list(request.messages)
     for index, message in enumerate(request.messages):
         try:
             parsed = _decode_message(message)
@@ -135,6 +142,8 @@ def read(body: bytes) -> Turn:
                 f"messages[{index}]: there is no tool call {parsed.tool_call_id!r} that this is the result of",
                 param="messages",
             )
+        if isinstance(parsed.content, list):
+            messages[index] = _content(message, parsed.content, f"messages[{index}].content")
     for tool in request.tools or ():
         check_text(tool)
     if request.tool_choice not in (None, "auto", "none"):
@@ -151,7 +160,7 @@ def read(body: bytes) -> Turn:
         if (value := getattr(request, name)) is not UNSET and value is not None
     }
     return Turn(
-        messages=tuple(request.messages),
+        messages=tuple(messages),
         tools=tuple(request.tools or ()),
         tool_choice=request.tool_choice,
         parallel_tool_calls=request.parallel_tool_calls,
@@ -165,6 +174,25 @@ def read(body: bytes) -> Turn:
         asked=asked,
         dropped=() if keys.keys() <= _KNOWN else tuple(sorted(keys.keys() - _KNOWN)),
     )
+
+
+def _content(message: Raw, parts: list[_Part], where: str) -> Raw:
+    """The message with its images in one form; without any it keeps its bytes. The engine knows further kinds of
+    parts, and would fetch them from anywhere."""
+    urls: dict[int, str] = {}
+    for index, part in enumerate(parts):
+        at = f"{where}[{index}]"
+        if part.type == "image_url":
+            given = part.image_url
+            urls[index] = images.of_url(given.get("url") if isinstance(given, dict) else given, at)
+        elif part.type not in _TEXTS:
+            raise unsupported(f"{at}: a part of type {part.type[:100]!r}", param="messages")
+    if not urls:
+        return message
+    value = _decode_any(message)
+    for index, url in urls.items():
+        value["content"][index] = image_part(url)
+    return Raw(_encode(value))
 
 
 def _names(tools: list[Raw]) -> set[str]:

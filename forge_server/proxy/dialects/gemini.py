@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Raw
 
 from forge_server.domain.turn import Completion, Turn
+from forge_server.proxy.dialects import images
 from forge_server.proxy.dialects.base import Counter, Dialect, Refusal
 from forge_server.proxy.dialects.conversation import (
     Conversation,
@@ -299,9 +300,8 @@ def _part(part: Json, where: str) -> Part:
         blob = _object(part["inlineData"], f"{where}.inlineData")
         mime = _string(blob.get("mimeType"), f"{where}.inlineData.mimeType")
         data = _string(blob.get("data"), f"{where}.inlineData.data")
-        if not mime.startswith("image/"):
-            raise unsupported(f"{where}: inline data of type {mime!r}", param=where)
-        return image_part(f"data:{mime};base64,{data.replace('-', '+').replace('_', '/')}")
+        data = data.replace("-", "+").replace("_", "/")
+        return image_part(images.of_base64(mime, data, f"{where}.inlineData"))
     raise _unknown_part(part, where)
 
 

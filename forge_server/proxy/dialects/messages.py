@@ -14,6 +14,7 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from forge_server.domain.turn import Completion, Turn
+from forge_server.proxy.dialects import images
 from forge_server.proxy.dialects.base import Counter, Dialect, Refusal
 from forge_server.proxy.dialects.conversation import (
     Conversation,
@@ -31,7 +32,6 @@ from forge_server.proxy.dialects.reading import (
     check_choice,
     check_limit,
     check_text,
-    data_url,
     parse,
     schema_of,
     unsupported,
@@ -290,11 +290,9 @@ def _part(block: _Block, where: str) -> Part:
     if block.type == "image" and source is None:
         raise bad(f"{where}.source: field required", param="messages")
     if block.type == "image" and source is not None and source.type == "base64":
-        if not source.media_type.startswith("image/"):
-            raise bad(f"{where}.source.media_type: not an image type", param="messages")
-        return image_part(f"data:{source.media_type};base64,{source.data}")
+        return image_part(images.of_base64(source.media_type, source.data, f"{where}.source"))
     if block.type == "image" and source is not None and source.type == "url":
-        return image_part(data_url(source.url, "messages"))
+        return image_part(images.of_url(source.url, f"{where}.source.url"))
     if block.type == "document" and source is not None and source.type == "text":
         return text_part(source.data)
     raise unsupported(f"{where}: a block of type {block.type!r}", param="messages")

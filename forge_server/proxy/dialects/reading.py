@@ -118,12 +118,3 @@ def choices(count: int | None, param: str) -> int:
     if not 1 <= count <= MOST_CHOICES:
         raise bad(f"{param} must be between 1 and {MOST_CHOICES}, not {count}", param=param)
     return count
-
-
-def data_url(url: str, param: str) -> str:
-    """An image that travels in the request itself: the engine fetches nothing on behalf of a harness."""
-    if not url.startswith("data:image/"):
-        raise unsupported(
-            "an image that is not a data:image/ URL", param=param, instead="send the image itself"
-        )
-    return url

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from forge_server.domain.turn import Completion, ToolCall, Turn
+from forge_server.proxy.dialects import images
 from forge_server.proxy.dialects.base import Dialect, Refusal
 from forge_server.proxy.dialects.conversation import (
     Conversation,
@@ -28,7 +29,6 @@ from forge_server.proxy.dialects.reading import (
     bounded,
     check_choice,
     check_limit,
-    data_url,
     parse,
     schema_of,
     unsupported,
@@ -334,7 +334,7 @@ def _content(content: str | list[_Part] | None, where: str) -> str | list[Part]:
         if part.type in ("input_text", "output_text", "text") and part.text is not None:
             parts.append(text_part(part.text))
         elif part.type == "input_image" and part.image_url is not None:
-            parts.append(image_part(data_url(part.image_url, where)))
+            parts.append(image_part(images.of_url(part.image_url, where)))
         else:
             raise unsupported(f"a part of type {part.type!r}", param=where, instead="text and images are")
     return content_of(parts)
