@@ -41,13 +41,15 @@ TOOLS: list[Message] = [
 
 
 class Engine:
-    """``says``: the output of the next generations, as text or ids; ``cut``: they end without an end of turn."""
+    """``says``: the output of the next generations, as text or ids; ``cut``: they end without an end of turn;
+    ``aborts``: so many of them a weight update ends."""
 
     template: Template | None = TEMPLATE
 
     def __init__(self) -> None:
         self.says: list[str | list[int]] = []
         self.cut = False
+        self.aborts = 0
         self.versions: tuple[VersionSpan, ...] = ()
         self.fails: dict[str, Exception] = {}
         self.log: list[str] = []
@@ -109,14 +111,19 @@ class Engine:
         self, prompt: bytes, rendered: Rendered, max_tokens: int, *, request_id: str, affinity: str
     ) -> Generated:
         self._enter("generate")
-        ids = self.sampled()
         self.sent = [int(x) for x in prompt.split(b",")]
+        if self.aborts:
+            self.aborts -= 1
+            return self._generated([], "abort")
+        return self._generated(self.sampled(), "length" if self.cut else "stop")
+
+    def _generated(self, ids: list[int], finish: str) -> Generated:
         return Generated(
             completion_ids=np.array(ids, np.int32),
             completion_text=",".join(map(str, ids)).encode(),
             logprobs=np.full(len(ids), -0.5, np.float32),
             text=None,
-            finish_reason="length" if self.cut else "stop",
+            finish_reason=finish,
             stop_reason=None,
             usage_prompt=len(self.sent),
             usage_completion=len(ids),

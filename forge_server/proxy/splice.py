@@ -26,7 +26,7 @@ from forge_server.proxy.splice_align import Aligned, Place, Unspliceable, align,
 from forge_server.proxy.splice_index import Answers, Asked, Prompt, Tip
 from forge_server.trajectory.forest import Forest, common_prefix
 
-_NOT_OFFERED = (403, 404, 405, 501)
+_LACKING = (403, 404, 405, 501)
 _THINK_END = "</think>"
 
 
@@ -87,10 +87,11 @@ async def serve(engine: Engine, template: Template | None, ask: Ask) -> Served:
         found = await engine.generate(
             text, rendered, limit, request_id=ask.request_id, affinity=ask.attempt_id
         )
-    except EngineRefused as error:
+    except (EngineRefused, EngineUnavailable) as error:
+        # a generation that fails is the engine's trouble, as in record mode; a route that is not there is none
+        if isinstance(error, EngineUnavailable) and error.http_status not in _LACKING:
+            raise
         raise Unspliceable(Fallback.GENERATE_REFUSED) from error
-    except EngineUnavailable as error:
-        raise _or_not_offered(error, Fallback.GENERATE_REFUSED) from error
     message: dict[str, object] = {"role": "assistant", "content": ""}
     if found.finish_reason != "abort" and found.completion_ids is not None:
         message = await _message(engine, ask, found, rendered, prompt)
@@ -161,12 +162,8 @@ async def _rendered(engine: Engine, ask: Ask, near: Prompt | None) -> Rendered:
     known = (near.text, near.ids) if near is not None else None
     try:
         return await engine.render(ask.body, request_id=ask.request_id, affinity=ask.attempt_id, known=known)
-    except EngineRefused as error:
-        raise Unspliceable(Fallback.RENDER_FAILED) from error
-    except EngineUnavailable as error:
-        if not error.http_status:
-            raise
-        raise Unspliceable(Fallback.RENDER_FAILED) from error
+    except (EngineRefused, EngineUnavailable) as error:
+        raise _or_away(error, Fallback.RENDER_FAILED) from error
 
 
 async def _permit(
@@ -215,10 +212,8 @@ async def _spoken(engine: Engine, ids: Ids) -> str:
         return ""
     try:
         return await engine.detokenize(ids.tolist())
-    except EngineRefused as error:
-        raise Unspliceable(Fallback.RENDER_FAILED) from error
-    except EngineUnavailable as error:
-        raise _or_not_offered(error, Fallback.RENDER_FAILED) from error
+    except (EngineRefused, EngineUnavailable) as error:
+        raise _or_away(error, Fallback.RENDER_FAILED) from error
 
 
 async def _message(
@@ -228,17 +223,13 @@ async def _message(
         return await engine.message(
             found, rendered, ask.body, prompt, request_id=ask.request_id, affinity=ask.attempt_id
         )
-    except EngineRefused as error:
-        raise Unspliceable(Fallback.DERENDER_FAILED) from error
-    except EngineUnavailable as error:
-        if not error.http_status:
-            raise
-        raise Unspliceable(Fallback.DERENDER_FAILED) from error
+    except (EngineRefused, EngineUnavailable) as error:
+        raise _or_away(error, Fallback.DERENDER_FAILED) from error
 
 
-def _or_not_offered(error: EngineUnavailable, reason: Fallback) -> Exception:
-    """An engine without the route is no engine in trouble."""
-    return Unspliceable(reason) if error.http_status in _NOT_OFFERED else error
+def _or_away(error: EngineRefused | EngineUnavailable, reason: Fallback) -> Exception:
+    """An engine that answers, if with an error, may answer the chat endpoint better."""
+    return Unspliceable(reason) if error.http_status else error
 
 
 def _delivery(forest: Forest, call_id: int) -> Delivery:

@@ -94,6 +94,7 @@ class Answers:
     def __init__(self) -> None:
         self._tips: dict[bytes, list[Tip]] = {}
         self._asked: set[bytes] = set()
+        self._sampled: set[bytes] = set()
         self._prompts: OrderedDict[int, Prompt] = OrderedDict()
         self._keys: dict[bytes, Key] = {}
         self._tools: dict[bytes, bytes] = {}
@@ -148,11 +149,13 @@ class Answers:
             return Fallback.UNKNOWN_AFTER_RESTART
         if asked.until(index) in self._asked:
             return Fallback.EDITED_ANSWER
-        return Fallback.HISTORY_CHANGED if self._tips else Fallback.FOREIGN_ANSWER
+        ours = asked.keys[index].digest in self._sampled
+        return Fallback.HISTORY_CHANGED if ours else Fallback.FOREIGN_ANSWER
 
     def add(self, asked: Asked, tip: Tip, prompt: Prompt | None) -> None:
         """An answer to ``asked`` has been recorded."""
         self._asked.add(asked.until(len(asked.keys)))
+        self._sampled.add(tip.key.digest)
         self._tips.setdefault(chain(asked.start, (*asked.keys, tip.key)), []).append(tip)
         if tip.before is not None:
             self._prompts.pop(tip.before.call_id, None)  # its conversation has gone on
