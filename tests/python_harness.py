@@ -17,6 +17,12 @@ from forge_server.harness.load import load
 from forge_server.harness.spec import FileSpec, Spec
 from forge_server.settings import HarnessSettings, SchedulerSettings
 
+PATHS = {
+    "chat": "/v1/chat/completions",
+    "responses": "/v1/responses",
+    "messages": "/v1/messages?beta=true",
+    "gemini": "/v1beta/models/forge:streamGenerateContent?alt=sse",
+}
 NOTE = """\
 import os, sys
 
@@ -88,7 +94,7 @@ def check_solved(result: Result, spec: Spec) -> None:
     assert result.violations == []
     sent = [request for request in result.requests if request.method == "POST"]
     assert len(sent) == len(result.calls) == len(result.asked), result.explain()
-    assert {request.path for request in result.requests} == {"/v1/chat/completions"}
+    assert {request.path for request in result.requests} == {PATHS[spec.api]}
     assert {call.end for call in result.calls} == {"ok"}, result.explain()
     assert looked_up(result) <= set(spec.looks_up)
 
