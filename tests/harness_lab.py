@@ -240,7 +240,10 @@ class Lab:
         plain = Server.pod_app
 
         def tapped(server: Server) -> Any:
-            self.tap = Tap(plain(server))
+            app = plain(server)
+            if server.settings is not self.settings:  # of a lab within this one
+                return app
+            self.tap = Tap(app)
             return self.tap
 
         with mock.patch.object(application.Server, "pod_app", tapped):
@@ -363,15 +366,18 @@ def harness_lab(
     forwarding: str = "record",
     window: int = WINDOW,
     engine: ScriptedEngine | None = None,
+    model: Path | None = None,
     **settings: Any,
 ) -> Iterator[Lab]:
     """A lab for the length of the block; one per test module is enough. ``settings`` replace sections of the
-    server's settings."""
+    server's settings; ``model`` is the folder that it is told the engine serves."""
     made = engine or ScriptedEngine(window=window)
     with made.serving():
         tree = Settings(
             server=ServerSettings(port=0, control_port=0, data_dir="data"),
-            engine=EngineSettings(kind="attach", url=made.url, max_model_len=made.window),
+            engine=EngineSettings(
+                kind="attach", url=made.url, max_model_len=made.window, model=str(model) if model else ""
+            ),
             scheduler=SchedulerSettings(heartbeat_s=1.0, grace_s=2.0),
             folder=str(tmp_path),
         )

@@ -61,6 +61,34 @@ def test_a_sub_agent_is_another_conversation(lab: Lab) -> None:
     assert all("agent" not in (call.flags or {}) for call in result.calls)
 
 
+def test_it_compacts_before_the_engine_refuses(tmp_path_factory: pytest.TempPathFactory) -> None:
+    def policy(asked: Asked) -> Say:
+        if not asked.tools:
+            return Say("Nothing is copied yet. What is left: copy word.txt to answer.txt.")
+        if "cp word.txt" in asked.prompt:
+            return Say("Done.")
+        if "What is left" in asked.prompt:
+            return Say(calls=[Call("Shell", {"command": "cp word.txt answer.txt"})])
+        return Say(calls=[Call("Shell", {"command": "seq 1500" if asked.turn == 0 else "ls"})])
+
+    with watched_lab(tmp_path_factory.mktemp("small"), SPEC, window=20_000) as lab:
+        result = lab.run(
+            "kimi",
+            policy,
+            instruction="Copy it.",
+            files={"word.txt": "plum"},
+            expect={"answer.txt": "plum"},
+            max_completion_tokens=2000,
+        )
+    check_solved(result, SPEC)
+    assert {status for request in result.requests for status in request.status} == {200}
+    summaries = [asked for asked in result.asked if not asked.tools]
+    assert summaries and "compacts conversation context" in summaries[0].system
+    # what it wrote down for itself is its own work: trained as a conversation of one turn
+    assert result.trained_calls == len(result.calls), result.explain()
+    assert result.samples[1].spans[0].end < result.samples[0].spans[0].end
+
+
 def test_one_refusal_ends_it(lab: Lab) -> None:
     result = lab.run(
         "kimi", lambda asked: Say(calls=[Call("Shell", {"command": "ls"})]), instruction="Go on.", max_calls=1
