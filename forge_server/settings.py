@@ -9,7 +9,7 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import msgspec
@@ -91,8 +91,9 @@ class ProxySettings(Section, frozen=True):
 
 
 class SchedulerSettings(Section, frozen=True):
-    """``[scheduler]``: how many attempts, and how long each may take to start and to stop."""
+    """``[scheduler]``: where attempts run, how many, and how long each may take to start and to stop."""
 
+    backend: Literal["local", "kubernetes"] = "local"
     in_flight: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 8
     startup_s: Seconds = 120.0
     heartbeat_s: Seconds = 5.0
@@ -103,6 +104,53 @@ class SchedulerSettings(Section, frozen=True):
     """Verifier time limit of tasks that state none."""
     breaker: Count = 20
     """This many consecutive infra failures of a run stop launching."""
+
+
+class KubernetesSettings(Section, frozen=True):
+    """``[kubernetes]``: attempts as pods of a cluster, and trainers as its Jobs."""
+
+    kubeconfig: str = ""
+    """A file; empty: the pod's own account when the server runs in the cluster, else the user's usual file."""
+    context: str = ""
+    """Of the kubeconfig; empty: its current one."""
+    namespace: str = ""
+    """Empty: that of the context, or of the account."""
+    pod_url: str = ""
+    """The pod-facing listener as pods reach it; empty: ``[server] host``, when that is an address they can reach."""
+    control_url: str = ""
+    """The control listener as trainer Jobs reach it; empty: ``[server] control_host``, likewise."""
+    image: str = ""
+    """Image of tasks that name none."""
+    runner_image: str = ""
+    """Brings the runner into every pod."""
+    harness_images: dict[str, str] = {}
+    """Harness -> image that brings the runner and that harness."""
+    templates: str = ""
+    """A folder whose templates go before ours of the same name."""
+    pull_policy: Literal["IfNotPresent", "Always", "Never"] = "IfNotPresent"
+    pull_secrets: tuple[str, ...] = ()
+    runtime_class: str = ""
+    """Of attempts, such as ``gvisor``."""
+    priority_class: str = ""
+    node_selector: dict[str, str] = {}
+    tolerations: tuple[dict[str, Any], ...] = ()
+    cpu: str = "100m"
+    """CPU request of an attempt; it has no CPU limit."""
+    memory_mb: Count = 2048
+    """Memory request and limit of an attempt; task and spec go before it."""
+    create_per_s: Seconds = 20.0
+    """Pods created per second, at most."""
+    keep_failed_s: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 0.0
+    """Failed pods are left to be looked at for so long."""
+    unschedulable_s: Seconds = 60.0
+    image_s: Seconds = 60.0
+    """Longest wait for an image that cannot be pulled, or a container that cannot be made."""
+    trainer_image: str = ""
+    """With veRL in it, for ``[trainer] launcher = "kubernetes"``."""
+    volume: str = "forge-server"
+    """The PersistentVolumeClaim with the data folder and the model, shared with trainers."""
+    volume_path: str = "/var/lib/forge"
+    """Where server and trainers mount it."""
 
 
 class LocalSettings(Section, frozen=True):
@@ -118,8 +166,11 @@ class LocalSettings(Section, frozen=True):
 class TrainerSettings(Section, frozen=True):
     """``[trainer]``: the veRL worker processes."""
 
-    launcher: Literal["local", "attach"] = "local"
+    launcher: Literal["local", "kubernetes", "attach"] = "local"
     nproc: Count = 1
+    """Worker processes; with ``kubernetes``, of each pod."""
+    nodes: Count = 1
+    """``kubernetes``: pods of the Job."""
     threads: Annotated[int, msgspec.Meta(ge=0)] = 0
     """OMP threads of each worker; 0: veRL's own choice."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -149,6 +200,7 @@ class Settings(Section, frozen=True, kw_only=True):
     proxy: ProxySettings = ProxySettings()
     scheduler: SchedulerSettings = SchedulerSettings()
     local: LocalSettings = LocalSettings()
+    kubernetes: KubernetesSettings = KubernetesSettings()
     trainer: TrainerSettings = TrainerSettings()
     harness: HarnessSettings = HarnessSettings()
     security: SecuritySettings = SecuritySettings()
@@ -338,7 +390,44 @@ def _check(settings: Settings, where: str) -> None:
             where=where,
             mend='add model = "FOLDER" (HF format)',
         )
+    _check_cluster(settings, where)
     _check_names(settings.run, where)
+
+
+_WITHIN = ("", "0.0.0.0", "::", "localhost")
+
+
+def _check_cluster(settings: Settings, where: str) -> None:
+    """What backend and launcher need of ``[kubernetes]``."""
+    server, kubernetes = settings.server, settings.kubernetes
+    pods = settings.scheduler.backend == "kubernetes"
+    jobs = settings.trainer.launcher == "kubernetes"
+    for wanted, key, why in (
+        (pods, "runner_image", '[scheduler] backend = "kubernetes"'),
+        (jobs, "trainer_image", '[trainer] launcher = "kubernetes"'),
+    ):
+        if wanted and not getattr(kubernetes, key):
+            raise ConfigError(f"{why} needs [kubernetes] {key}", where=where, mend=f'add {key} = "IMAGE"')
+    for wanted, key, host, what in (
+        (pods, "pod_url", server.host, "host"),
+        (jobs, "control_url", server.control_host, "control_host"),
+    ):
+        url = getattr(kubernetes, key)
+        if url and not re.fullmatch(r"http://[^/?#@\s]+", url):
+            raise ConfigError(f"kubernetes.{key} is {url!r}", where=where, mend='write "http://HOST:PORT"')
+        if wanted and not url and (host in _WITHIN or host.startswith("127.")):
+            raise ConfigError(
+                f"nothing tells how pods reach this server: [kubernetes] {key} is empty and [server] {what} is {host}",
+                where=where,
+                mend=f'add {key} = "http://HOST:PORT"',
+            )
+    shared = PurePosixPath(kubernetes.volume_path)
+    if jobs and not settings.data_dir.is_relative_to(shared):
+        raise ConfigError(
+            f"the data folder {settings.data_dir} is not in [kubernetes] volume_path {shared}, which trainers share",
+            where=where,
+            mend="put [server] data_dir there",
+        )
 
 
 def _check_names(runs: tuple[RunSettings, ...], where: str) -> None:

@@ -11,6 +11,9 @@ from forge_server.domain.errors import ConfigError
 from forge_server.settings import Settings, find_file, load, run_tables
 
 RUN = '[[run]]\nname = "a"\ntaskset = "t"\nharness = "react"\n'
+PODS = '[scheduler]\nbackend = "kubernetes"\n'
+JOBS = '[trainer]\nlauncher = "kubernetes"\n'
+TRAINER = '[kubernetes]\ntrainer_image = "t"\n'
 
 
 def write(folder: Path, text: str) -> Path:
@@ -84,6 +87,18 @@ def test_the_template_sets_nothing_and_holds_when_uncommented(tmp_path: Path) ->
         ("[scheduler]\nstartup_s = nan", "scheduler.startup_s", ""),
         ("[scheduler]\nstartup_s = inf", "scheduler.startup_s", ""),
         ("[scheduler]\nheartbeat_s = 0", "scheduler.heartbeat_s", ""),
+        ('[scheduler]\nbackend = "docker"', "scheduler.backend", "local, kubernetes"),
+        (PODS, "needs [kubernetes] runner_image", 'runner_image = "IMAGE"'),
+        (PODS + '[kubernetes]\nrunner_image = "r"', "nothing tells how pods reach this server", "pod_url = "),
+        ('[kubernetes]\npod_url = "https://h:1/x"', "kubernetes.pod_url", "http://HOST:PORT"),
+        ("[kubernetes]\ncreate_per_s = 0", "kubernetes.create_per_s", ""),
+        (JOBS, "needs [kubernetes] trainer_image", "trainer_image"),
+        (JOBS + TRAINER, "nothing tells how pods reach this server", "control_url = "),
+        (
+            JOBS + TRAINER + 'control_url = "http://h:1"',
+            "not in [kubernetes] volume_path /var/lib/forge",
+            "data_dir there",
+        ),
         ('[local]\nmin_sandbox = "all"', "local.min_sandbox", "none, user, namespaces"),
         ("run = 3", "run: expected `list`, got `int`", "[[run]]"),
         ('[run]\nname = "a"', "run: expected `list`, got `table`", "[[run]]"),
@@ -115,6 +130,12 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "latin.toml").write_bytes(b'[server]\nhost = "\xe9"\n')
     with pytest.raises(ConfigError, match="UTF-8"):
         load(tmp_path / "latin.toml", {})
+
+
+def test_pods_are_told_an_address_that_is_not_this_machines_own(tmp_path: Path) -> None:
+    runner = '[kubernetes]\nrunner_image = "r"\n'
+    assert load(write(tmp_path, PODS + runner + '[server]\nhost = "10.1.2.3"'), {}).kubernetes.pod_url == ""
+    assert load(write(tmp_path, PODS + runner + 'pod_url = "http://forge:8400"'), {}).scheduler.backend
 
 
 # --- environment

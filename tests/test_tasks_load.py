@@ -31,6 +31,7 @@ env = {}
 build_timeout_sec = 600.0
 cpus = 1
 memory = "2G"
+docker_image = "localhost/hello:1"
 """
 
 
@@ -78,6 +79,7 @@ def test_a_harbor_folder_becomes_a_task(folder: Path) -> None:
     assert (task.agent_s, task.verify_s, task.memory_mb, task.workdir) == (300.0, 60.0, 2048, "/app")
     assert (task.split, task.path) == ("test", str(folder))
     assert task.input.files == task.files and task.input.agent_s == 300.0
+    assert task.input.image == task.image == "localhost/hello:1"
 
 
 def test_a_folder_of_folders_is_read_in_order(folder: Path) -> None:
@@ -104,6 +106,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "bad limit": (spoil("task.toml", "[agent]\ntimeout_sec = -1\n"), "agent.timeout_sec is -1", "above 0"),
     "no table": (spoil("task.toml", "agent = 3\n"), "agent is not a table", "[agent]"),
     "bad memory": (spoil("task.toml", '[environment]\nmemory = "much"\n'), "'much'", "memory_mb"),
+    "bad image": (spoil("task.toml", "[environment]\ndocker_image = 3\n"), "docker_image is 3", "a name"),
     "steps": (spoil("task.toml", '[[steps]]\nname = "a"\n'), "several steps", "of its own"),
     "secrets": (spoil("task.toml", '[verifier]\nenv = { KEY = "x" }\n'), "environment variables", "test.sh"),
     "own container": (
@@ -144,6 +147,12 @@ def test_a_line_becomes_a_task() -> None:
     assert {f.path for f in task.tests} == {"test.sh", "expected"}
     assert [f.path for f in task.gold] == ["solve.sh"]
     assert (task.path, task.workdir) == (None, "/workspace")
+
+
+def test_an_image_moves_the_digest_and_no_image_leaves_it_alone() -> None:
+    plain, other = one(), one(image="localhost/other:1")
+    assert (plain.image, other.image) == ("", "localhost/other:1")
+    assert plain.digest == one(image="").digest != other.digest
 
 
 def test_lines_of_a_file_are_numbered_in_errors(tmp_path: Path) -> None:

@@ -19,7 +19,9 @@ class TaskFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TaskInput(msgspec.Struct, frozen=True, kw_only=True):
-    """What an attempt needs to know of its task. Limits of None: the task states none."""
+    """What an attempt needs to know of its task. Limits of None: the task states none. ``image``: the container
+    image of its environment, for backends that have images; empty: it states none.
+    """
 
     instruction: str
     files: tuple[TaskFile, ...] = ()
@@ -27,6 +29,7 @@ class TaskInput(msgspec.Struct, frozen=True, kw_only=True):
     agent_s: float | None = None
     verify_s: float | None = None
     memory_mb: int | None = None
+    image: str = ""
 
 
 class PlanLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +64,9 @@ class PlanCaps(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to the runner's ``start``, as it goes over the wire."""
+    """The answer to the runner's ``start``, as it goes over the wire. ``image`` is not for the runner, which is in it
+    already, but for who launches it.
+    """
 
     argv: tuple[str, ...]
     env: dict[str, str]
@@ -77,6 +82,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     grace_s: float
     verify_argv: tuple[str, ...]
     limits: PlanCaps
+    image: str = ""
 
 
 def build_plan(spec: Spec, task: TaskInput, limits: PlanLimits) -> Plan:
@@ -114,4 +120,5 @@ def build_plan(spec: Spec, task: TaskInput, limits: PlanLimits) -> Plan:
             pids=spec.limits.pids or limits.pids,
             memory_mb=task.memory_mb or spec.limits.memory_mb or limits.memory_mb,
         ),
+        image=task.image,
     )

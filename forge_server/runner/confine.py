@@ -161,7 +161,8 @@ class Child:
 
         uid = self.box.uid if self.box.own_user else -1
         resource.prlimit(self._main, resource.RLIMIT_CORE, (0, 0))
-        if uid >= 0 and max_processes:  # counted per user, so only where the user is the attempt's own
+        # counted per user of the machine, so only where the user is the attempt's own: pods of a node share one
+        if uid >= 0 and max_processes and not self.box.in_place:
             resource.prlimit(self._main, resource.RLIMIT_NPROC, (max_processes, max_processes))
         order = marshal.dumps((argv, env, cwd, uid, stdin))
         self._channel.sendall(len(order).to_bytes(4, "big") + order)

@@ -301,6 +301,7 @@ class Scheduler:
             memory_mb=plan.limits.memory_mb,
             pids=plan.limits.pids,
             lifetime_s=self._options.startup_s + plan.agent_s + plan.verify_s + plan.grace_s + BACKSTOP_S,
+            image=plan.image,
         )
 
     async def _report(self, gone: Gone) -> None:

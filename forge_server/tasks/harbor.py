@@ -1,7 +1,8 @@
 """Reads a task from a Harbor-format folder.
 
     instruction.md          what the agent is told
-    task.toml               limits: [agent] timeout_sec, [verifier] timeout_sec, [environment] memory_mb
+    task.toml               limits: [agent] timeout_sec, [verifier] timeout_sec, [environment] memory_mb;
+                            [environment] docker_image: a built image of the environment
     environment/            the files an attempt starts with; WORKDIR of the Dockerfile is the work folder
     tests/test.sh, …        the verifier; writes /logs/verifier/reward.txt or reward.json
     solution/solve.sh, …    optional: the gold solution
@@ -58,6 +59,7 @@ def read_folder(folder: Path) -> Task:
         verify_s=_number(settings, "verifier", "timeout_sec", where),
         memory_mb=_memory(environment, where),
         min_reward=_number(settings, "metadata", "min_reward", where, positive=False) or 0.0,
+        image=_image(environment, where),
     )
     return check(task, where)
 
@@ -116,6 +118,15 @@ def _memory(environment: dict[str, Any], where: str) -> int | None:
         return int(float(match[1]) * _MIB[match[2].upper()])
     value = _number({"environment": environment}, "environment", "memory_mb", where)
     return None if value is None else int(value)
+
+
+def _image(environment: dict[str, Any], where: str) -> str:
+    image = environment.get("docker_image") or ""
+    if not isinstance(image, str):
+        raise TaskError(
+            f"environment.docker_image is {image!r}", where=where, mend='write a name, such as "debian:12"'
+        )
+    return image
 
 
 def _text(file: Path) -> str:

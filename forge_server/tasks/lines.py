@@ -70,6 +70,7 @@ class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     verify_s: float | None = None
     memory_mb: int | None = None
     min_reward: float = 0.0
+    image: str = ""
     metadata: dict[str, Any] = {}  # ours to keep, not to read
 
 
@@ -114,6 +115,7 @@ def read_line(given: Any, where: str) -> Task:
         verify_s=line.verify_s,
         memory_mb=line.memory_mb,
         min_reward=line.min_reward,
+        image=line.image,
     )
     return check(task, where)
 

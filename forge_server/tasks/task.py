@@ -26,7 +26,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     verifier only, ``gold`` (with ``solve.sh``, empty when there is none) by `task validate` only.
 
     ``agent_s`` and ``verify_s`` are seconds, ``memory_mb`` MiB; None: the task states no limit. ``path`` is
-    the Harbor folder, None for a line; ``definition`` is the line, or the parsed ``task.toml``.
+    the Harbor folder, None for a line; ``definition`` is the line, or the parsed ``task.toml``. ``image`` is the
+    container image of its environment, empty when it states none.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     verify_s: float | None = None
     memory_mb: int | None = None
     min_reward: float = 0.0
+    image: str = ""
 
     @property
     def digest(self) -> str:
@@ -52,6 +54,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
             "workdir": self.workdir,
             "limits": [self.agent_s, self.verify_s, self.memory_mb, self.min_reward],
             **{kind: _listing(getattr(self, kind)) for kind in ("files", "tests", "gold")},
+            **({"image": self.image} if self.image else {}),
         }
         return hashlib.sha256(msgspec.json.encode(content, order="sorted")).hexdigest()
 
@@ -65,6 +68,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
             agent_s=self.agent_s,
             verify_s=self.verify_s,
             memory_mb=self.memory_mb,
+            image=self.image,
         )
 
     @property
