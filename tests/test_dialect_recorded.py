@@ -7,6 +7,8 @@ import pytest
 from dialect_support import dialect_of, recorded, request, said, tools
 
 from forge_server.domain.turn import Turn
+from forge_server.proxy.dialects.chat import CHAT
+from forge_server.proxy.dialects.responses import RESPONSES
 
 
 def turn_of(name: str) -> Turn:
@@ -119,3 +121,24 @@ def test_gemini_cli_pairs_parallel_calls_by_its_own_ids() -> None:
     assert [m["tool_call_id"] for m in history[3:]] == [call["id"] for call in history[2]["tool_calls"]]
     assert history[3]["content"].startswith("<untrusted_context>\nOutput: step-1")
     assert turn.asked == {"temperature": 1.0, "top_p": 0.95, "top_k": 64}
+
+
+def test_instructions_are_one_system_message() -> None:
+    """Whoever they come from, as long as nobody else has spoken."""
+    said_by = [("developer", "a"), ("system", "b"), ("user", "c"), ("developer", "d"), ("system", "e")]
+    items = [{"type": "message", "role": role, "content": text} for role, text in said_by]
+    turn = RESPONSES.read(msgspec.json.encode({"model": "m", "instructions": "0", "input": items}))
+    told = [(message["role"], message["content"]) for message in said(turn)]
+    assert told == [("system", "0\n\na\n\nb"), ("user", "c"), ("system", "d"), ("system", "e")]
+
+
+def test_a_chats_developer_is_the_system() -> None:
+    """Chat templates do not know the role. Everything else keeps its bytes."""
+    user = b'{"role": "user",  "content": "hi"}'
+    body = (
+        b'{"model": "m", "messages": [{"role": "developer", "content": [{"type": "text", "text": "a"}]}, %s]}'
+        % user
+    )
+    first, second = CHAT.read(body).messages
+    assert msgspec.json.decode(first) == {"role": "system", "content": [{"type": "text", "text": "a"}]}
+    assert bytes(second) == user

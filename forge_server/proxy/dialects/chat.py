@@ -3,7 +3,8 @@
 Requests: the parameters in ``_Request`` are understood, every other one is dropped by name. Answers:
 ``usage`` is always sent; in a stream it rides on the last choice chunk, and comes as a chunk of its own too
 when ``stream_options.include_usage`` asks for it. The reasoning is called ``reasoning_content``, the name
-that harnesses echo. Messages pass as they came, but for their images.
+that harnesses echo. Messages pass as they came, but for their images and the role ``developer``, which is
+the system's.
 """
 
 from typing import Any
@@ -144,6 +145,8 @@ def read(body: bytes) -> Turn:
             )
         if isinstance(parsed.content, list):
             messages[index] = _content(message, parsed.content, f"messages[{index}].content")
+        if role == "developer":  # chat templates leave such a message out in silence, or refuse it
+            messages[index] = Raw(_encode(_decode_any(messages[index]) | {"role": "system"}))
     for tool in request.tools or ():
         check_text(tool)
     if request.tool_choice not in (None, "auto", "none"):
