@@ -168,6 +168,11 @@ async def test_models_lists_the_one_model(proxy: Rig) -> None:
         for path in ("/v1/models", f"/a/{proxy.attempt}/v1/models"):
             answer = await client.get(path)
             assert [model["id"] for model in answer.json()["data"]] == ["forge"]
+        entry = (await client.get("/v1/models/org%2Fmodel-7")).json()
+        assert (entry["id"], entry["object"], entry["type"]) == ("org/model-7", "model", "model")
+        google = (await client.get("/v1beta/models", headers={"x-goog-api-key": proxy.key})).json()
+        assert [model["name"] for model in google["models"]] == ["models/forge"]
+        assert (await client.get("/v1beta/models/gemini-9")).json()["name"] == "models/gemini-9"
         assert (await client.post("/v1/models")).status_code == 405
         assert (await client.get("/v1/chat/completions")).status_code == 405
         assert (await client.get("/v1/nothing")).status_code == 404

@@ -10,6 +10,7 @@ import asyncio
 import re
 from collections.abc import Awaitable, Callable
 from typing import Any
+from urllib.parse import unquote
 
 import msgspec
 import structlog
@@ -19,7 +20,7 @@ from forge_server.domain.states import CallEnd, Delivery
 from forge_server.domain.turn import Completion, Turn
 from forge_server.proxy.calls import Calls
 from forge_server.proxy.connection import EXTENSION, Connection
-from forge_server.proxy.dialects import gemini, messages
+from forge_server.proxy.dialects import gemini, messages, models
 from forge_server.proxy.dialects.base import Counter, Dialect, Refusal
 from forge_server.proxy.dialects.chat import CHAT
 from forge_server.proxy.dialects.completions import COMPLETIONS
@@ -59,6 +60,7 @@ _POST: dict[str, Dialect | Counter] = {
     "v1/messages/count_tokens": messages.COUNT,
 }
 _GEMINI = re.compile(r"v1(?:beta|alpha)?/models/.+(?::|%3[Aa])\w+")  # MODEL:METHOD
+_MODELS = re.compile(r"v1(beta|alpha)?/models(?:/(.+))?")
 
 
 class _Gone(Exception):
@@ -77,7 +79,7 @@ def route_of(path: str) -> Route | None:
     rest, attempt = path.lstrip("/"), None
     if rest.startswith("a/"):
         _, attempt, rest = (*rest.split("/", 2), "", "")[:3]
-    if rest in _POST or rest == "v1/models" or _GEMINI.fullmatch(rest):
+    if rest in _POST or _MODELS.fullmatch(rest):
         return Route(attempt, rest)
     return None
 
@@ -114,16 +116,18 @@ class InferenceRoutes:
             await _respond(send, 404, openai_error(Refusal(404, "not_found", f"there is no route {path}")))
 
     async def _inference(self, route: Route, scope: Scope, receive: Receive, send: Send) -> None:
-        dialect = _POST.get(route.rest) or (GEMINI if _GEMINI.fullmatch(route.rest) else CHAT)
+        listing = None if _GEMINI.fullmatch(route.rest) else _MODELS.fullmatch(route.rest)
+        dialect = _POST.get(route.rest) or (CHAT if listing is not None and not listing[1] else GEMINI)
         try:
-            if dialect is GEMINI:
+            if dialect is GEMINI and listing is None:
                 dialect = _gemini(route.rest, scope["query_string"])
             headers = headers_of(scope["headers"])
             attempt_id = self._identify(route, headers)
             method = scope["method"]
-            if route.rest == "v1/models":
+            if listing is not None:
                 _check_method(method, "GET")
-                await _respond(send, 200, self._models())
+                google = bool(listing[1]) or b"x-goog-api-key" in headers
+                await _respond(send, 200, self._models(google, listing[2]))
             elif route.rest == "v1/responses" and b"upgrade" in headers:
                 raise Refusal(426, "websocket_unsupported", "no websockets here: use POST")
             else:
@@ -154,9 +158,10 @@ class InferenceRoutes:
             raise Refusal(401, "invalid_api_key", "the key belongs to another attempt")
         return attempt_id
 
-    def _models(self) -> bytes:
-        entry = {"id": self._model, "object": "model", "created": 0, "owned_by": "forge-server"}
-        return msgspec.json.encode({"object": "list", "data": [entry]})
+    def _models(self, google: bool, name: str | None) -> bytes:
+        if name is None:
+            return models.gemini_listed(self._model) if google else models.listed(self._model)
+        return models.gemini_shown(unquote(name)) if google else models.shown(unquote(name))
 
     async def _body(self, headers: Headers, receive: Receive) -> bytes:
         if headers.get(b"content-encoding", b"identity") != b"identity":
