@@ -35,6 +35,7 @@ BENCHMARKS = {
         ("--seconds", "1", "--repeat", "1", "--concurrency", "32"),
         ("gcc", "wrk"),
     ),
+    "splice": Benchmark("splice.py", quick=("--repeat", "1", "--sessions", "8")),
     "forest": Benchmark("forest.py", quick=("--repeat", "1")),
     "session": Benchmark("session_size.py"),
     "acks": Benchmark("acks.py", quick=("--seconds", "2")),

@@ -1,24 +1,28 @@
 """The proxy as forge-server composes it, for ``proxy.py``: a real SQLite store, the real engine client, one
 policy.
 
-    python benchmarks/proxy_server.py DATABASE PORT UPSTREAM_URL ATTEMPTS
+    python benchmarks/proxy_server.py DATABASE PORT UPSTREAM_URL ATTEMPTS [splice]
 
-Prints one agent key per attempt, then an empty line, and serves until SIGTERM.
+With ``splice`` the upstream takes token ids (``splice_upstream.py``), else it is asked with messages. Prints one
+agent key per attempt, then an empty line, and serves until SIGTERM.
 """
 
 import asyncio
 import signal
 import socket
 import sys
+from typing import Any
 
 import sqlalchemy as sa
 import uvicorn
 import uvloop
 
 from forge_server.commands.serve import collect_less_garbage
+from forge_server.domain.engine import Generated, Rendered, Template
 from forge_server.domain.ids import new_id
 from forge_server.domain.outcome import Kind
 from forge_server.domain.states import AttemptState
+from forge_server.engine import scale_out
 from forge_server.engine.client import EngineClient
 from forge_server.proxy.calls import Calls
 from forge_server.proxy.connection import ConnectionProtocol
@@ -42,6 +46,28 @@ POLICY = CallPolicy(
 
 class Versions:
     current = 0
+
+
+class Direct(EngineClient):
+    """One engine without the pool around it; ``template`` as ``splice_upstream.py`` writes answers."""
+
+    template: Template | None = None
+
+    async def render(self, body: Any, *, request_id: str, affinity: str, known: Any = None) -> Rendered:
+        return await scale_out.render(self, body, request_id=request_id, known=known)
+
+    async def generate(
+        self, prompt: bytes, rendered: Rendered, max_tokens: int, *, request_id: str, affinity: str
+    ) -> Generated:
+        return await scale_out.generate(self, prompt, rendered, max_tokens, request_id=request_id)
+
+    async def message(
+        self, found: Generated, rendered: Rendered, body: Any, tail: Any, *, request_id: str, affinity: str
+    ) -> dict[str, object]:
+        return await scale_out.message(self, found, rendered, body, tail, request_id=request_id)
+
+    async def detokenize(self, ids: Any) -> str:
+        return await scale_out.detokenize(self, ids)
 
 
 async def attempts(store: Store, count: int) -> list[str]:
@@ -83,7 +109,7 @@ async def attempts(store: Store, count: int) -> list[str]:
     return ids
 
 
-async def main(database: str, port: str, upstream: str, count: str) -> None:
+async def main(database: str, port: str, upstream: str, count: str, mode: str = "record") -> None:
     store = Store.open(f"sqlite:///{database}", create=True)
     secret = (await instance.load(store)).secret
 
@@ -100,7 +126,9 @@ async def main(database: str, port: str, upstream: str, count: str) -> None:
         claim = keys.verify(secret, key)
         return claim.subject if claim is not None and claim.scope == "agent" else None
 
-    engine = EngineClient(upstream, "forge")
+    engine = Direct(upstream, "forge")
+    if mode == "splice":
+        engine.template = Template(closing=2, marker="</end>")
     sessions = Sessions(store, lookup)
     calls = Calls(
         store=store,
