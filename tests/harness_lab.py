@@ -22,6 +22,7 @@ from unittest import mock
 import msgspec
 import sqlalchemy as sa
 from sample_oracle import Asking, is_generation
+from sandbox_dns import Lookups
 from scripted_engine import Asked, Call, Fault, Policy, Say, ScriptedEngine
 
 from forge_server import app as application
@@ -83,6 +84,8 @@ class Result:
     seconds: float
     answers: list[dict[str, Any] | None]
     """What the model said to each call, as a chat message."""
+    looked_up: tuple[str, ...]
+    """Hosts that something in the sandbox tried to resolve, sorted."""
 
     def askings(self) -> list[Asking]:
         """The requests for completions, for the oracle; which of them are side calls or came to nothing, and what was
@@ -304,16 +307,17 @@ class Lab:
         if "forwarding" not in RunSettings.__struct_fields__:
             del plain["forwarding"]
         began = time.monotonic()
-        run = self.client.create_run(plain | settings)
-        over = self._ended.setdefault(run.id, threading.Event())
-        assert over.wait(max_seconds + PATIENCE), f"the run never ended\n{self._logs(run.id)}"
-        return self._result(run.name, time.monotonic() - began)
+        with Lookups().noted() as lookups:
+            run = self.client.create_run(plain | settings)
+            over = self._ended.setdefault(run.id, threading.Event())
+            assert over.wait(max_seconds + PATIENCE), f"the run never ended\n{self._logs(run.id)}"
+        return self._result(run.name, time.monotonic() - began, lookups)
 
     def _logs(self, run_id: str) -> dict[str, str]:
         rollouts = list(self.client.rollouts(run=run_id))
         return {log.stream: log.text for rollout in rollouts for log in self.client.logs(rollout.id)}
 
-    def _result(self, run: str, seconds: float) -> Result:
+    def _result(self, run: str, seconds: float, lookups: Lookups) -> Result:
         store: Store = self.server.store
         found = find_run(store, run, self.settings.engine.max_model_len)
         rollout = next(iter(self.client.rollouts(run=found.id)))
@@ -343,6 +347,7 @@ class Lab:
             cut=cut_up,
             rollout_id=rollout.id,
             seconds=seconds,
+            looked_up=tuple(sorted({host for host in lookups.hosts if host != "localhost"})),
             answers=[view.response for view in self.client.calls(rollout.id, messages=True)],
         )
 

@@ -106,3 +106,18 @@ def test_a_policy_that_fails_is_a_refusal(lab: Lab) -> None:
 
     result = lab.run("react", policy, instruction="Write a file")
     assert result.calls[0].status == 400 and "no idea" in result.log, result.explain()
+
+
+def test_hosts_that_are_looked_up_are_noted(lab: Lab) -> None:
+    """Nothing answers in a sandbox, but whoever asks is seen."""
+    hosts = ("Telemetry.example.com", "localhost", "a.example")
+    ask = f"for h in {hosts}:\n try: socket.getaddrinfo(h, 443)\n except OSError as e: print(e)"
+
+    def policy(asked: Asked) -> Say:
+        command = f"python3 - <<'PY'\nimport socket\n{ask}\nPY"
+        return Say("done") if asked.turn else Say(calls=[Call("shell", {"command": command})])
+
+    result = lab.run("react", policy, instruction="Look")
+    assert result.looked_up == ("a.example", "telemetry.example.com"), result.asked[1].last
+    assert result.asked[1].last.count("not known") == 2
+    assert lab.run("react", write_and_read, instruction="Write a file").looked_up == ()

@@ -55,6 +55,7 @@ class Row:
             "; ".join(f"{reason} {count}" for reason, count in sorted(drift.items())) or "-",
             "; ".join(f"{reason} {count}" for reason, count in sorted(fallbacks.items())) or "-",
             f"{result.reward}" + (f", {len(result.violations)} violations" if result.violations else ""),
+            ", ".join(result.looked_up) or "-",
             f"{result.seconds:.1f}",
         ]
 
@@ -70,6 +71,7 @@ HEAD = [
     "drift",
     "fallbacks",
     "reward",
+    "looked up",
     "s",
 ]
 
