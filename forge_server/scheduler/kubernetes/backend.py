@@ -103,7 +103,10 @@ class KubernetesBackend:
         log.info("kubernetes backend", server=self._pods.server, namespace=self._pods.namespace)
 
     async def launch(self, launch: Launch) -> dict[str, Any]:
-        manifest = self._manifest(launch)
+        try:
+            manifest = self.manifest(launch)
+        except ConfigError as error:
+            raise LaunchFailed(Fact.LAUNCH_FAILED, {"error": str(error)}) from None
         self._launching.add(launch.attempt_id)
         try:
             made = await self._create(launch.attempt_id, manifest)
@@ -111,7 +114,8 @@ class KubernetesBackend:
             self._launching.discard(launch.attempt_id)
         return {"pod": made.metadata.name, "uid": made.metadata.uid, "namespace": self._pods.namespace}
 
-    def _manifest(self, launch: Launch) -> dict[str, Any]:
+    def manifest(self, launch: Launch) -> dict[str, Any]:
+        """The pod of an attempt. Raises ConfigError when the template cannot be filled."""
         labels = Labels(
             instance=self._options.instance,
             run=launch.run_id,
@@ -138,10 +142,7 @@ class KubernetesBackend:
             "runner_image": options.harness_images.get(launch.harness, options.runner_image),
             "order": msgspec.json.encode(order).decode(),
         }
-        try:
-            return self._templates.pod(labels, {f"{DOMAIN}/join": launch.join_token}, values)
-        except ConfigError as error:
-            raise LaunchFailed(Fact.LAUNCH_FAILED, {"error": str(error)}) from None
+        return self._templates.pod(labels, {f"{DOMAIN}/join": launch.join_token}, values)
 
     async def _create(self, attempt_id: str, manifest: dict[str, Any]) -> Pod:
         """Create the pod, however often it takes while that is sensible. The attempt's startup clock, which dooms

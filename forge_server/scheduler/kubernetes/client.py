@@ -6,13 +6,13 @@ both sides and one on silence, because a connection that is half open says nothi
 
 import asyncio
 import contextlib
-import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
+import yaml
 from kubernetes.aio import client as k8s
 from kubernetes.aio import config as k8s_config
 
@@ -87,7 +87,7 @@ class Pods:
     """The pods of one namespace. ``close`` it."""
 
     def __init__(self, api: k8s.ApiClient, namespace: str) -> None:
-        self._api, self.namespace = api, namespace
+        self.api, self.namespace = api, namespace
         self._core = k8s.CoreV1Api(api)
 
     @classmethod
@@ -97,6 +97,8 @@ class Pods:
         configuration = k8s.Configuration()
         where = kubeconfig or "[kubernetes]"
         try:
+            if kubeconfig and not Path(kubeconfig).is_file():
+                raise FileNotFoundError("there is no such file")
             if not kubeconfig and _inside():
                 k8s_config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
                 found = _own_namespace()
@@ -108,22 +110,31 @@ class Pods:
                     persist_config=False,
                 )
                 found = _namespace_of(kubeconfig, context)
-        except (k8s_config.ConfigException, OSError, ValueError, KeyError, ssl.SSLError) as error:
+            configuration.connection_pool_maxsize = 64
+            api = k8s.ApiClient(configuration)
+        except (
+            k8s_config.ConfigException,
+            yaml.YAMLError,
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+        ) as error:
+            told = " ".join(str(error).split())[:300]
             raise ConfigError(
-                f"no cluster can be reached with this configuration: {str(error)[:300]}",
+                f"no cluster can be reached with this configuration: {told}",
                 where=where,
-                mend="set [kubernetes] kubeconfig, or run inside the cluster",
+                mend="set [kubernetes] kubeconfig and context, or run inside the cluster",
             ) from None
-        configuration.connection_pool_maxsize = 64
-        return cls(k8s.ApiClient(configuration), namespace or found or "default")
+        return cls(api, namespace or found or "default")
 
     @property
     def server(self) -> str:
-        return str(self._api.configuration.host)
+        return str(self.api.configuration.host)
 
     async def page(self, selector: str, after: str = "") -> PodList:
         """One page of the pods that match ``selector``; ``after`` is the page before's ``continue``."""
-        data = await self._ask(
+        data = await self.ask(
             self._core.list_namespaced_pod_without_preload_content,
             self.namespace,
             label_selector=selector,
@@ -166,7 +177,7 @@ class Pods:
 
     async def create(self, manifest: dict[str, Any]) -> Pod:
         """Raises ApiError."""
-        data = await self._ask(
+        data = await self.ask(
             self._core.create_namespaced_pod_without_preload_content, self.namespace, manifest
         )
         return _POD.decode(data)
@@ -174,7 +185,7 @@ class Pods:
     async def get(self, name: str) -> Pod | None:
         """The pod, or None when there is none of this name. Raises ApiError."""
         try:
-            data = await self._ask(
+            data = await self.ask(
                 self._core.read_namespaced_pod_without_preload_content, name, self.namespace
             )
         except ApiError as error:
@@ -189,7 +200,7 @@ class Pods:
         if uid:
             body["preconditions"] = {"uid": uid}
         try:
-            await self._ask(
+            await self.ask(
                 self._core.delete_namespaced_pod_without_preload_content, name, self.namespace, body=body
             )
         except ApiError as error:
@@ -201,7 +212,7 @@ class Pods:
     async def log(self, name: str, container: str, limit_bytes: int) -> str:
         """The last lines of a container; empty when there are none to be had."""
         with contextlib.suppress(ApiError):
-            data = await self._ask(
+            data = await self.ask(
                 self._core.read_namespaced_pod_log_without_preload_content,
                 name,
                 self.namespace,
@@ -212,9 +223,10 @@ class Pods:
         return ""
 
     async def close(self) -> None:
-        await self._api.close()  # type: ignore[no-untyped-call]
+        await self.api.close()  # type: ignore[no-untyped-call]
 
-    async def _ask(self, method: Callable[..., Awaitable[Any]], *given: Any, **named: Any) -> bytes:
+    async def ask(self, method: Callable[..., Awaitable[Any]], *given: Any, **named: Any) -> bytes:
+        """The answer to one request of the client's ``…_without_preload_content`` methods. Raises ApiError."""
         with _attributed():
             async with asyncio.timeout(ANSWER_S):
                 response = await self._open(method, ANSWER_S, *given, **named)
