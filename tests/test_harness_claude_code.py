@@ -62,6 +62,28 @@ def test_it_solves_a_task_in_one_sample(lab: Lab) -> None:
     assert all("agent" not in call.flags for call in result.calls)
 
 
+def test_token_exact_forwarding_keeps_it_one_sample(lab: Lab) -> None:
+    """Spacing, escapes and token ids that nobody would write so again stay as they were sampled."""
+
+    def policy(asked: Asked) -> Say:
+        odd = Call("Bash", '{ "command" :  "tr a-z A-Z < word.txt > answer.txt # \\u00e9" }')
+        return (
+            Say(
+                "\n I look. 🎈\n",
+                reasoning=" What\n\nis there? ",
+                calls=[bash("ls").calls[0], odd],
+                split=True,
+            ),
+            bash("cat answer.txt", reasoning="Is it?"),
+            Say("Done.\n\n"),
+        )[asked.turn]
+
+    result = lab.run("claude-code", policy, forwarding="splice", **TASK)
+    check_solved(result, SPEC)
+    assert [call.mode for call in result.calls] == ["splice"] * 3
+    assert result.drift == {"first": 1} and result.trained_calls == 3, result.explain()
+
+
 def test_sub_agents_are_named(lab: Lab) -> None:
     """One below the other. Which conversation a call belongs to is seen by its prompt, who asks by its headers."""
 

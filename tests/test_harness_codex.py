@@ -63,6 +63,28 @@ def test_it_solves_a_task_in_one_sample(lab: Lab) -> None:
     assert result.asked[0].last_user == TASK["instruction"]
 
 
+def test_token_exact_forwarding_keeps_it_one_sample(lab: Lab) -> None:
+    """Spacing, escapes and token ids that nobody would write so again stay as they were sampled."""
+
+    def policy(asked: Asked) -> Say:
+        odd = Call("exec_command", '{ "cmd" :  "tr a-z A-Z < word.txt > answer.txt # \\u00e9" }')
+        return (
+            Say(
+                "\n I look. 🎈\n",
+                reasoning=" What\n\nis there? ",
+                calls=[shell("ls").calls[0], odd],
+                split=True,
+            ),
+            shell("cat answer.txt", reasoning="Is it?"),
+            Say("Done.\n\n"),
+        )[asked.turn]
+
+    result = lab.run("codex", policy, forwarding="splice", **TASK)
+    check_solved(result, SPEC)
+    assert [call.mode for call in result.calls] == ["splice"] * 3
+    assert result.drift == {"first": 1} and result.trained_calls == 3, result.explain()
+
+
 def test_it_compacts_before_the_window_is_full(lab: Lab) -> None:
     """The conversation, the summary of it, which is asked for without tools, and the one that goes on from there."""
 

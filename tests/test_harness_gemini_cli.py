@@ -50,6 +50,28 @@ def test_it_solves_a_task_in_one_sample(lab: Lab) -> None:
     assert result.calls[0].flags == {"overridden": {"top_p": 0.95, "top_k": 64}}
 
 
+def test_token_exact_forwarding_keeps_it_one_sample(lab: Lab) -> None:
+    """Spacing, escapes and token ids that nobody would write so again stay as they were sampled."""
+
+    def policy(asked: Asked) -> Say:
+        odd = Call("run_shell_command", '{ "command" :  "tr a-z A-Z < word.txt > answer.txt # \\u00e9" }')
+        return (
+            Say(
+                "\n I look. 🎈\n",
+                reasoning=" What\n\nis there? ",
+                calls=[shell("ls").calls[0], odd],
+                split=True,
+            ),
+            shell("cat answer.txt", reasoning="Is it?"),
+            Say("Done.\n\n"),
+        )[asked.turn]
+
+    result = lab.run("gemini-cli", policy, forwarding="splice", **TASK)
+    check_solved(result, SPEC)
+    assert [call.mode for call in result.calls] == ["splice"] * 3
+    assert result.drift == {"first": 1} and result.trained_calls == 3, result.explain()
+
+
 def test_a_sub_agent_is_another_conversation(lab: Lab) -> None:
     """Its requests do not say whose they are: it is told apart by its prompt."""
 
