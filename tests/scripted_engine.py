@@ -6,6 +6,7 @@ answer is what vLLM's parsers make of that text. So whatever drifts with the rea
 """
 
 import asyncio
+import base64
 import contextlib
 import hashlib
 import json
@@ -130,14 +131,20 @@ class _Answer:
 
 class ScriptedEngine:
     """State is public. ``asked``: every generation in order. ``faults``: by number of the generation, from 0, those
-    that failed included. ``log``: one entry a request."""
+    that failed included. ``log``: one entry a request. Without ``vision`` it refuses images."""
 
     def __init__(
-        self, policy: Policy | None = None, *, window: int = 131_072, scale_out: bool = True
+        self,
+        policy: Policy | None = None,
+        *,
+        window: int = 131_072,
+        scale_out: bool = True,
+        vision: bool = False,
     ) -> None:
         self.policy: Policy = policy or (lambda asked: Say("ok"))
         self.window = window
         self.scale_out = scale_out
+        self.vision = vision
         self.dev_mode = True
         self.split_tokens = False
         self.faults: dict[int, Fault] = {}
@@ -231,7 +238,10 @@ class ScriptedEngine:
         body = await request.json()
 
         def work(fault: Fault) -> dict[str, Any]:
-            messages, tools = template_messages(body["messages"]), template_tools(body.get("tools"))
+            messages, tools = (
+                template_messages(self._seen(body["messages"])),
+                template_tools(body.get("tools")),
+            )
             text = qwen3().render(messages, tools, **_template_options(body))
             prompt = qwen3().encode(text)
             asked = Asked(_readable(messages), tools or [], text, "chat")
@@ -323,12 +333,18 @@ class ScriptedEngine:
         ]
         return [span for span in spans if span["start"] != span["end"]]
 
+    def _seen(self, messages: list[Message]) -> list[Message]:
+        """With ``vision`` an image is a run of placeholders, as many as its bytes want, like Qwen2-VL's."""
+        return [_pads_for(message) for message in messages] if self.vision else messages
+
     # --- rendering and back -----------------------------------------------------------------------------------------
 
     async def _render(self, request: web.Request) -> web.Response:
         body = await request.json()
         text = qwen3().render(
-            template_messages(body["messages"]), template_tools(body.get("tools")), **_template_options(body)
+            template_messages(self._seen(body["messages"])),
+            template_tools(body.get("tools")),
+            **_template_options(body),
         )
         ids = await asyncio.to_thread(qwen3().encode, text)
         limit = body.get("max_completion_tokens") or body.get("max_tokens")
@@ -407,7 +423,7 @@ class ScriptedEngine:
         body = await request.json()
         if "messages" in body:
             text = qwen3().render(
-                template_messages(body["messages"]),
+                template_messages(self._seen(body["messages"])),
                 template_tools(body.get("tools")),
                 add_generation_prompt=body.get("add_generation_prompt", True),
             )
@@ -491,6 +507,22 @@ def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) 
     """Without spaces, as vLLM writes it."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     return web.Response(text=text, status=status, headers=headers, content_type="application/json")
+
+
+def _pads_for(message: Message) -> Message:
+    """The message with text in the place of its images."""
+    if not isinstance(message.get("content"), list):
+        return message
+    parts = []
+    for part in message["content"]:
+        if part.get("type") == "image_url":
+            head, _, data = part["image_url"]["url"].partition(",")
+            if not head.startswith("data:image/"):
+                raise ValueError("no image is fetched from elsewhere")
+            count = 4 + len(base64.b64decode(data, validate=True)) % 8
+            part = {"type": "text", "text": f"<|vision_start|>{'<|image_pad|>' * count}<|vision_end|>"}
+        parts.append(part)
+    return {**message, "content": parts}
 
 
 def _readable(messages: list[Message]) -> list[Message]:
