@@ -1,6 +1,7 @@
 """Cline's command line from npm, unmodified, in the sandbox and offline, against a scripted model."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from harness_lab import Asked, Call, Lab, Say
@@ -33,14 +34,14 @@ def read(path: str) -> Say:
 
 
 def test_it_solves_a_task_in_one_sample(lab: Lab) -> None:
-    """A file that is read again stays as it was in the history, however large. Nothing is left running."""
+    """A file that is read again stays in the history as it was, however large. Nothing is left running."""
 
     def policy(asked: Asked) -> Say:
         return (
             read("/workspace/word.txt"),
             run("cp word.txt answer.txt", reasoning="What is there?"),
             read("/workspace/word.txt"),
-            run("ls"),
+            read("/workspace/word.txt"),
             Say("Done."),
         )[asked.turn]
 
@@ -68,6 +69,23 @@ def test_a_sub_agent_is_another_conversation(lab: Lab) -> None:
     )
     check_solved(result, SPEC)
     assert sorted(len(sample.spans) for sample in result.samples) == [2, 2], result.explain()
+
+
+def test_a_full_window_makes_it_compact(tmp_path: Path) -> None:
+    """The usage that it is told makes it ask for a summary before the engine would refuse."""
+
+    def policy(asked: Asked) -> Say:
+        if not asked.tools:
+            return Say("A long list was read.")
+        if "A long list was read." in task_of(asked):
+            return Say("Done.")
+        return run(f"seq 1{asked.turn}000 99999 | head -c 6000")
+
+    with watched_lab(tmp_path, SPEC, window=32768) as small:
+        result = small.run("cline", policy, instruction="Read it all.", max_completion_tokens=4096)
+    check_solved(result, SPEC)
+    assert result.drift == {"first": 1, "compaction": 1, "history_edited": 1}, result.explain()
+    assert result.trained_calls == len(result.calls)
 
 
 def test_one_refusal_ends_it(lab: Lab) -> None:

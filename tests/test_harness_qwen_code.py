@@ -1,6 +1,7 @@
 """Qwen Code from npm, unmodified, in the sandbox and offline, against a scripted model."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from harness_lab import Asked, Call, Lab, Say
@@ -86,6 +87,25 @@ def test_sub_agents_beside_it_are_told_apart(lab: Lab) -> None:
         {k: v for k, v in request.headers.items() if k not in OF_ITS_OWN} for request in result.requests
     ]
     assert all(header == headers[0] for header in headers)
+
+
+def test_a_full_window_makes_it_compact(tmp_path: Path) -> None:
+    """The usage that it is told makes it ask for a summary before the engine would refuse. It then puts words into the
+    model's mouth; those are in no sample's trained part."""
+
+    def policy(asked: Asked) -> Say:
+        if "You are the component that summarizes" in asked.last_user:
+            return Say("<state_snapshot>A long list was read.</state_snapshot>")
+        if "A long list was read." in task_of(asked):
+            return Say("Done.")
+        return shell(f"seq 1{asked.turn}000 99999 | head -c 6000")
+
+    with watched_lab(tmp_path, SPEC, window=65536) as small:
+        result = small.run("qwen-code", policy, instruction="Read it all.", max_completion_tokens=4096)
+    check_solved(result, SPEC)
+    assert result.drift == {"first": 1, "history_edited": 1}, result.explain()
+    assert result.trained_calls == len(result.calls)
+    assert any(str(m["content"]).startswith("Got it.") for m in result.asked[-1].messages)
 
 
 def test_one_refusal_ends_it(lab: Lab) -> None:
