@@ -61,14 +61,17 @@ def watch(spec: Spec) -> Spec:
 
 
 @contextmanager
-def watched_lab(folder: Path, spec: Spec, *, patience_s: float = 30.0, **more: Any) -> Iterator[Lab]:
+def watched_lab(
+    folder: Path, spec: Spec, *, patience_s: float = 30.0, window: int = 32_768, **more: Any
+) -> Iterator[Lab]:
     """A lab in which ``spec`` is watched, whatever specs ship. A harness that is refused has ``patience_s`` to end
     by itself before it is stopped."""
     place = folder / "specs" / spec.name
     place.mkdir(parents=True)
     (place / "spec.yaml").write_text(yaml.safe_dump(msgspec.to_builtins(watch(spec)), sort_keys=False))
     paths, scheduler = (str(place.parent),), SchedulerSettings(heartbeat_s=patience_s, grace_s=1.0)
-    with harness_lab(folder, harness=HarnessSettings(paths=paths), scheduler=scheduler, **more) as lab:
+    harness = HarnessSettings(paths=paths)
+    with harness_lab(folder, window=window, harness=harness, scheduler=scheduler, **more) as lab:
         yield lab
 
 

@@ -9,7 +9,6 @@ from python_harness import (
     check_append_only,
     check_refused,
     check_solved,
-    looked_up,
     spec_of,
     watched_lab,
 )
@@ -36,7 +35,6 @@ def test_it_solves_a_task_in_one_sample(lab: Lab) -> None:
     result = lab.run("nanobot", policy, instruction="Copy it.", files=files, expect={"answer.txt": "plum"})
     check_solved(result, SPEC)
     check_append_only(result)
-    assert looked_up(result) == set(SPEC.looks_up)
     assert result.drift == {"first": 1} and result.trained_calls == 3, result.explain()
     assert "plum" in result.asked[1].last and "offline" in result.asked[1].last
     assert {request.headers["x-session-affinity"] for request in result.requests} != {""}
