@@ -10,9 +10,9 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 from litestar import Litestar, Router
@@ -64,6 +64,7 @@ from forge_server.proxy.connection import ConnectionProtocol
 from forge_server.proxy.hold import Gate
 from forge_server.proxy.routes import InferenceRoutes
 from forge_server.proxy.sessions import Sessions
+from forge_server.scheduler.backend import Backend
 from forge_server.scheduler.local import LocalBackend, LocalOptions
 from forge_server.scheduler.plans import PlanOptions, Plans
 from forge_server.scheduler.scheduler import Options, Scheduler
@@ -80,6 +81,9 @@ from forge_server.settings import Settings
 from forge_server.store import events as event_log
 from forge_server.store import instance, keys
 from forge_server.store.database import Store
+
+if TYPE_CHECKING:  # its client takes most of a second to load
+    from forge_server.scheduler.kubernetes.backend import KubernetesBackend
 
 log = structlog.get_logger(__name__)
 
@@ -219,7 +223,7 @@ async def build_engine(settings: Settings, policy: Policy) -> EnginePool | _NoEn
 
 
 def build_launcher(settings: Settings) -> Launcher:
-    """How trainers are started."""
+    """How trainers are started on this machine, or by a person."""
     trainer = settings.trainer
     if trainer.launcher == "attach":
         return AttachLauncher(trainer.device, trainer.nproc)
@@ -234,6 +238,14 @@ def build_launcher(settings: Settings) -> Launcher:
         device=trainer.device,
         threads=trainer.threads,
     )
+
+
+def imageless(settings: Settings, specs: Mapping[str, Spec]) -> frozenset[str]:
+    """The harnesses that no pod can run, because nothing brings what they install."""
+    if settings.scheduler.backend == "local":
+        return frozenset()
+    known = settings.kubernetes.harness_images
+    return frozenset(name for name, spec in specs.items() if spec.install is not None and name not in known)
 
 
 class Server:
@@ -269,7 +281,11 @@ class Server:
                 verify_s=settings.scheduler.verify_s,
                 grace_s=settings.scheduler.grace_s,
                 pids=settings.local.pids,
-                memory_mb=settings.local.memory_mb,
+                memory_mb=(
+                    settings.local.memory_mb
+                    if settings.scheduler.backend == "local"
+                    else settings.kubernetes.memory_mb
+                ),
             ),
         )
         self.bells = Bells()
@@ -282,6 +298,8 @@ class Server:
             lease_s=settings.trainer.lease_s,
         )
         self.ticks = Ticks()
+        self.pods: KubernetesBackend | None = None
+        self._closing = contextlib.AsyncExitStack()
         self._stopping = False
         self._background: list[asyncio.Task[None]] = []
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -290,6 +308,8 @@ class Server:
 
     async def open(self) -> None:
         """Settle what the last life left, then build what depends on it."""
+        self.backend = await self._backend()
+        self.launcher = await self._launcher()
         found = await self.lifecycle.recover()
         if found.downtime_s or found.lost_attempts or found.lost_calls:
             log.info(
@@ -321,16 +341,7 @@ class Server:
         self.scheduler = Scheduler(
             self.store,
             Settling(self.lifecycle, self.sessions),
-            LocalBackend(
-                LocalOptions(
-                    instance=self.instance.id,
-                    pod_url=f"unix:{self.listening.unix_path}",
-                    folder=settings.data_dir / "local",
-                    min_sandbox=settings.local.min_sandbox,
-                    show=settings.local.allow_binds,
-                ),
-                self._harness_home,
-            ),
+            self.backend,
             self.plans,
             self.instance.secret,
             Options(
@@ -382,14 +393,49 @@ class Server:
             settings.engine.policy,
         )
 
+    async def _backend(self) -> Backend:
+        """Where attempts run. Raises ConfigError."""
+        settings = self.settings
+        if settings.scheduler.backend == "kubernetes":
+            from forge_server.services import cluster
+
+            pod_url = settings.kubernetes.pod_url or self.listening.pod_url
+            pods = await cluster.connect(settings)
+            self.pods = await cluster.backend(settings, pods, self.instance.id, pod_url)
+            return self.pods
+        return LocalBackend(
+            LocalOptions(
+                instance=self.instance.id,
+                pod_url=f"unix:{self.listening.unix_path}",
+                folder=settings.data_dir / "local",
+                min_sandbox=settings.local.min_sandbox,
+                show=settings.local.allow_binds,
+            ),
+            self._harness_home,
+        )
+
+    async def _launcher(self) -> Launcher:
+        """How trainers are started. Raises ConfigError."""
+        settings = self.settings
+        if settings.trainer.launcher == "kubernetes":
+            from forge_server.services import cluster
+
+            pods = await cluster.connect(settings)
+            self._closing.push_async_callback(pods.close)
+            return cluster.launcher(settings, pods, self.instance.id)
+        return build_launcher(settings)
+
     def _keeper(self, run_id: str, changed: Callable[[], None]) -> Keeper:
+        control_url = self.listening.control_url
+        if self.settings.trainer.launcher == "kubernetes":
+            control_url = self.settings.kubernetes.control_url or control_url
         job = TrainerJob(
             run_id=run_id,
-            url=f"{self.listening.control_url}/api/v1/runs/{run_id}/trainer",
+            url=f"{control_url.rstrip('/')}/api/v1/runs/{run_id}/trainer",
             key=keys.trainer_key(self.instance.secret, run_id),
             folder=self.settings.data_dir / "trainer" / run_id,
         )
-        return Keeper(self.store, build_launcher(self.settings), job, changed)
+        return Keeper(self.store, self.launcher, job, changed)
 
     def _harness_home(self, harness: str) -> Path | None:
         spec = self.specs.get(harness)
@@ -445,7 +491,14 @@ class Server:
         api = Router(
             "/",
             route_handlers=[
-                *run_routes(self.store, self.runs, self.specs, idempotency, set_in_flight),
+                *run_routes(
+                    self.store,
+                    self.runs,
+                    self.specs,
+                    idempotency,
+                    set_in_flight,
+                    imageless(self.settings, self.specs),
+                ),
                 *rollout_routes(self.store, self.external, idempotency, conversations, log_tails),
                 *catalog_routes(
                     self.store,
@@ -489,7 +542,14 @@ class Server:
                 "attempts", True, f"{len(self.scheduler.live)} of {self.scheduler.in_flight} in flight"
             )
 
-        return [database, engine, attempts]
+        probes: list[Callable[[], Awaitable[Check]]] = [database, engine, attempts]
+        if (pods := self.pods) is not None:
+
+            async def cluster() -> Check:
+                return Check("cluster", not pods.blind, pods.trouble or "pods are seen and can be made")
+
+            probes.append(cluster)
+        return probes
 
     # --- life -------------------------------------------------------------------------------------------
 
@@ -528,6 +588,7 @@ class Server:
         await asyncio.gather(*self._background, return_exceptions=True)
         await _stopped(self.sessions.close())
         await _stopped(self.engine.close(keep_engine=keep_engine))
+        await _stopped(self._closing.aclose())
 
     def _keep(self, name: str, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work, name=name)
@@ -561,7 +622,7 @@ def _examined(settings: Settings) -> dict[str, Spec]:
     """What can be told wrong before anything is touched. Raises ConfigError and SpecError."""
     specs = load_specs(settings)
     for run in settings.run:
-        check_harnesses(run, specs)
+        check_harnesses(run, specs, imageless(settings, specs))
     if settings.engine.model:
         model_folder(settings)
     return specs

@@ -29,14 +29,20 @@ class Runs(Protocol):
     async def cancel(self, run_id: str) -> None: ...
 
 
-def check_harnesses(run: RunSettings, known: Collection[str]) -> None:
-    """Raises SpecError naming a harness of the run that there is no spec for."""
+def check_harnesses(run: RunSettings, known: Collection[str], imageless: Collection[str] = ()) -> None:
+    """Raises SpecError naming a harness of the run that there is no spec for, or no image where one is needed."""
     for name, _ in run.mixture:
         if name != EXTERNAL and name not in known:
             raise SpecError(
                 f"there is no harness {name!r}",
                 where=f"run {run.name}",
                 mend=f"`forge-server harness list` shows them: {', '.join(sorted(known))}",
+            )
+        if name in imageless:
+            raise SpecError(
+                f"no image brings the harness {name!r} into pods",
+                where=f"run {run.name}",
+                mend=f'add [kubernetes] harness_images = {{{name} = "IMAGE"}}',
             )
 
 
@@ -46,12 +52,13 @@ def run_routes(
     harnesses: Collection[str],
     idempotency: Idempotency,
     set_in_flight: Callable[[int], Awaitable[None]],
+    imageless: Collection[str],
 ) -> list[Any]:
     @post("/runs", summary="Create a run, or resume the one of that name", status_code=201)
     async def create(data: JSONBody[s.RunCreate], idempotency_key: IdempotencyKey = None) -> s.RunView:
         async def act() -> s.RunView:
             (settings,) = parse_runs([data.settings], "settings")
-            check_harnesses(settings, harnesses)
+            check_harnesses(settings, harnesses, imageless)
             return await view(await runs.create(settings))
 
         return await idempotency.run(idempotency_key, "POST /runs", data, act)

@@ -1,4 +1,4 @@
-"""How trainers are started. One launcher per place: this machine, or a person who starts it anywhere.
+"""How trainers are started. One launcher per place: this machine, a cluster, or a person who starts it anywhere.
 
 A launcher only starts, watches and stops; whether a trainer is the one in charge is told by its
 session's fence.
@@ -12,6 +12,10 @@ import msgspec
 import structlog
 
 log = structlog.get_logger(__name__)
+
+WORKER = "forge_server.trainer.worker"
+LOG = "trainer.log"
+"""In the run's own folder."""
 
 
 class TrainerJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +54,18 @@ class Launcher(Protocol):
         """End what is left of the run's trainers."""
 
 
+def last_words(log_file: Path) -> str:
+    """The last line of a trainer's log that is an error and not torchrun's own account of the failure."""
+    try:
+        with log_file.open("rb") as file:
+            file.seek(max(0, log_file.stat().st_size - 16_384))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    said = [line for line in lines if "Error: " in line and "ChildFailedError" not in line]
+    return said[-1].strip()[:300] if said else ""
+
+
 class AttachLauncher:
     """A person starts the trainer. Says how; the lease tells whether it lives."""
 
@@ -58,7 +74,7 @@ class AttachLauncher:
 
     async def launch(self, job: TrainerJob) -> Trainer:
         variables = " ".join(f"{k}={v}" for k, v in job.environment(self._device).items())
-        command = f"{variables} torchrun --nproc-per-node {self._nproc} -m forge_server.trainer.worker"
+        command = f"{variables} torchrun --nproc-per-node {self._nproc} -m {WORKER}"
         path = job.folder / "trainer-command.sh"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(mode=0o600)

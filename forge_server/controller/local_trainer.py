@@ -16,13 +16,11 @@ import structlog
 
 from forge_server.assets import stage_package
 from forge_server.controller import processes
-from forge_server.controller.launcher import Trainer, TrainerJob
+from forge_server.controller.launcher import LOG, WORKER, Trainer, TrainerJob, last_words
 from forge_server.domain.errors import TrainerError
 
 log = structlog.get_logger(__name__)
 
-WORKER = "forge_server.trainer.worker"
-LOG = "trainer.log"
 _PASSED_ON = (
     "PATH",
     "HOME",
@@ -132,7 +130,7 @@ class _LocalTrainer:
         else:
             await processes.gone(self._record.pid, self._record.started)
             ended = "it is gone"
-        said = _last_line(self._log)
+        said = last_words(self._log)
         return f"{ended}; its last words: {said}" if said else ended
 
     async def stop(self) -> None:
@@ -154,15 +152,3 @@ def _write(folder: Path, record: _Record) -> None:
     fresh = folder / "trainer.json.new"
     fresh.write_bytes(msgspec.json.encode(record))
     fresh.rename(folder / "trainer.json")
-
-
-def _last_line(log_file: Path) -> str:
-    """The last line of the log that is not torchrun's own account of the failure."""
-    try:
-        with log_file.open("rb") as file:
-            file.seek(max(0, log_file.stat().st_size - 16_384))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError:
-        return ""
-    said = [line for line in lines if "Error: " in line and "ChildFailedError" not in line]
-    return said[-1].strip()[:300] if said else ""

@@ -85,9 +85,14 @@ class KubernetesBackend:
         self._refusal = ""
 
     @property
+    def blind(self) -> str:
+        """Why the pods cannot be seen now; empty when they are."""
+        return self._cache.trouble or ("" if self._cache.synced.is_set() else "the pods were not listed yet")
+
+    @property
     def trouble(self) -> str:
-        """Why pods cannot be seen or made now; empty when all is well."""
-        return self._cache.trouble or (self._refusal if self._full else "")
+        """Why pods cannot be seen or made now; empty when all is well. A quota that is used up is no fault."""
+        return self.blind or (self._refusal if self._full else "")
 
     @property
     def _full(self) -> bool:

@@ -97,8 +97,7 @@ class Pods:
         configuration = k8s.Configuration()
         where = kubeconfig or "[kubernetes]"
         try:
-            if kubeconfig and not Path(kubeconfig).is_file():
-                raise FileNotFoundError("there is no such file")
+            _must_exist(kubeconfig)
             if not kubeconfig and _inside():
                 k8s_config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
                 found = _own_namespace()
@@ -110,6 +109,8 @@ class Pods:
                     persist_config=False,
                 )
                 found = _namespace_of(kubeconfig, context)
+            if not str(configuration.host).startswith(("https://", "http://")):
+                raise ValueError(f"the server {configuration.host!r} is no URL")
             configuration.connection_pool_maxsize = 64
             api = k8s.ApiClient(configuration)
         except (
@@ -250,6 +251,11 @@ class Pods:
         raise ApiError(
             response.status, refusal.reason, refusal.message, float(wait) if wait.isdigit() else 0.0
         )
+
+
+def _must_exist(kubeconfig: str) -> None:
+    if kubeconfig and not Path(kubeconfig).is_file():
+        raise FileNotFoundError("there is no such file")
 
 
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
