@@ -21,6 +21,7 @@ from unittest import mock
 
 import msgspec
 import sqlalchemy as sa
+from engine_fake import make_checkpoint
 from sample_oracle import Asking, is_generation
 from sandbox_dns import Lookups
 from scripted_engine import Asked, Call, Fault, Policy, Say, ScriptedEngine
@@ -32,7 +33,7 @@ from forge_server.client.schemas import TaskCreate
 from forge_server.domain.events import EventRow
 from forge_server.domain.run import RunSettings
 from forge_server.domain.sample import Sample
-from forge_server.domain.states import CallEnd, Delivery
+from forge_server.domain.states import CallEnd, Delivery, PolicyState
 from forge_server.export import reports
 from forge_server.export.records import attempts, find_run
 from forge_server.settings import EngineSettings, SchedulerSettings, ServerSettings, Settings
@@ -312,6 +313,27 @@ class Lab:
             over = self._ended.setdefault(run.id, threading.Event())
             assert over.wait(max_seconds + PATIENCE), f"the run never ended\n{self._logs(run.id)}"
         return self._result(run.name, time.monotonic() - began, lookups)
+
+    def export(self, folder: Path) -> int:
+        """Have a further version of the weights: a checkpoint in ``folder``, for ``swap``; its number. The lab must
+        have been given a ``model``."""
+        version = 1 + max(row.version for row in self.client.policies())
+        path, sha256 = make_checkpoint(folder, version)
+        row = {
+            "name": self.settings.engine.policy,
+            "version": version,
+            "state": PolicyState.EXPORTED.value,
+            "path": str(path),
+            "manifest_sha256": sha256,
+            "created_at": time.time(),
+        }
+        writing = self.server.store.write(lambda c: c.execute(sa.insert(t.policies), row).rowcount)
+        asyncio.run_coroutine_threadsafe(writing, self._loop).result(PATIENCE)
+        return version
+
+    def swap(self, version: int) -> None:
+        """Put the version live, as an operator does; returns when it serves."""
+        self.client.activate(version)
 
     def _logs(self, run_id: str) -> dict[str, str]:
         rollouts = list(self.client.rollouts(run=run_id))

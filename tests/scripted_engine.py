@@ -105,8 +105,8 @@ Policy = Callable[[Asked], Say]
 @dataclass(frozen=True)
 class Fault:
     """What goes wrong with one generation. ``drop``: the connection is reset without an answer. ``hold``: the answer
-    waits for the event (``slow_s``: for so long). ``swap``: the weights' label becomes this one at ``at`` of the
-    completion."""
+    waits for the event (``slow_s``: for so long). ``swap``: what samples is labelled so from ``at`` of
+    the completion on, without anybody having told the engine to (``/weight_info`` says nothing of it)."""
 
     status: int = 0
     retry_after: float | None = None
@@ -151,7 +151,10 @@ class ScriptedEngine:
         self.asked: list[Asked] = []
         self.generations = 0
         self.log: list[str] = []
-        self.label = "default"
+        self.label = self.sampled = "default"
+        self._running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
         self.resumed = asyncio.Event()
         self.resumed.set()
         self.loaded: Path | None = None
@@ -278,24 +281,34 @@ class ScriptedEngine:
             number, self.generations = self.generations, self.generations + 1
         fault = self.faults.get(number, Fault())
         self.arrived.set()
+        await self.resumed.wait()
+        self._running += 1
+        self._idle.clear()
         try:
-            if fault.hold is not None:
-                await asyncio.to_thread(fault.hold.wait, 600)
-            if fault.slow_s:
-                await asyncio.sleep(fault.slow_s)
-            await self.resumed.wait()
-            if fault.drop:
-                assert request.transport is not None
-                request.transport.abort()
-                return web.Response()
-            if fault.status:
-                headers = {} if fault.retry_after is None else {"Retry-After": f"{fault.retry_after:g}"}
-                return _error(fault.status, "scripted trouble", headers)
-            answer = await asyncio.to_thread(work, fault)
+            return await self._sample(request, fault, work)
         except asyncio.CancelledError:
             self.aborted += 1
             raise
-        return _json(answer)
+        finally:
+            self._running -= 1
+            if not self._running:
+                self._idle.set()
+
+    async def _sample(
+        self, request: web.Request, fault: Fault, work: Callable[[Fault], dict[str, Any]]
+    ) -> web.StreamResponse:
+        if fault.hold is not None:
+            await asyncio.to_thread(fault.hold.wait, 600)
+        if fault.slow_s:
+            await asyncio.sleep(fault.slow_s)
+        if fault.drop:
+            assert request.transport is not None
+            request.transport.abort()
+            return web.Response()
+        if fault.status:
+            headers = {} if fault.retry_after is None else {"Retry-After": f"{fault.retry_after:g}"}
+            return _error(fault.status, "scripted trouble", headers)
+        return _json(await asyncio.to_thread(work, fault))
 
     def _answer(self, asked: Asked, prompt: list[int], limit: int | None, fault: Fault) -> _Answer:
         room = self.window - len(prompt)
@@ -324,9 +337,9 @@ class ScriptedEngine:
 
     def _spans(self, count: int, fault: Fault) -> list[dict[str, Any]]:
         if not fault.swap:
-            return [{"version": self.label, "start": 0, "end": count}]
+            return [{"version": self.sampled, "start": 0, "end": count}]
         cut = min(max(int(count * fault.at), 0), count)
-        before, self.label = self.label, fault.swap
+        before, self.sampled = self.sampled, fault.swap
         spans = [
             {"version": before, "start": 0, "end": cut},
             {"version": fault.swap, "start": cut, "end": count},
@@ -476,11 +489,13 @@ class ScriptedEngine:
         return _json({"weight_version": self.label})
 
     async def _set_label(self, request: web.Request) -> web.Response:
-        self.label = (await request.json())["new_version"]
+        self.label = self.sampled = (await request.json())["new_version"]
         return _json({"success": True})
 
     async def _pause(self, request: web.Request) -> web.Response:
         self.resumed.clear()
+        if request.query.get("mode") == "wait":
+            await self._idle.wait()
         return _json({"status": "paused"})
 
     async def _resume(self, request: web.Request) -> web.Response:

@@ -1,6 +1,9 @@
 """The test lab itself: a scripted engine and a whole server, shown with the harness that ships with it."""
 
+import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from harness_lab import Asked, Call, Fault, Lab, Say, harness_lab
@@ -13,7 +16,10 @@ pytestmark = pytest.mark.sandbox
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    with harness_lab(tmp_path_factory.mktemp("lab")) as made:
+    folder = tmp_path_factory.mktemp("lab")
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text("{}")
+    with harness_lab(folder, model=folder / "model") as made:
         yield made
 
 
@@ -121,3 +127,40 @@ def test_hosts_that_are_looked_up_are_noted(lab: Lab) -> None:
     assert result.looked_up == ("a.example", "telemetry.example.com"), result.asked[1].last
     assert result.asked[1].last.count("not known") == 2
     assert lab.run("react", write_and_read, instruction="Write a file").looked_up == ()
+
+
+@pytest.mark.parametrize("forwarding", ["record", "splice"])
+def test_weights_are_swapped_while_a_call_runs(lab: Lab, tmp_path: Path, forwarding: str) -> None:
+    """The call ends with the weights that it began with, the next one waits and has the new ones."""
+    before = lab.server.policies.current
+    version = lab.export(tmp_path)
+    swapping = threading.Thread(target=lab.swap, args=(version,))
+
+    def loading() -> bool:
+        return any(row.version == version and row.state == "loading" for row in lab.client.policies())
+
+    def policy(asked: Asked) -> Say:
+        if asked.turn == 1:
+            swapping.start()
+            deadline = time.monotonic() + 60
+            while not loading():
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        return write_and_read(asked)
+
+    result = lab.run("react", policy, instruction="Write a file", forwarding=forwarding)
+    swapping.join(60)
+    assert (result.outcome, result.violations) == ("completed", []), result.explain()
+    assert [call.policy_version for call in result.calls] == [before, before, version]
+    (sample,) = result.samples
+    assert sorted(set(sample.versions[sample.loss_mask == 1].tolist())) == [before, version]
+    assert lab.engine.label.startswith(f"forge-{version}-")
+
+
+def test_a_swap_inside_of_a_completion_is_told_by_token(lab: Lab) -> None:
+    now = lab.server.policies.current
+    faults = {1: Fault(swap=f"forge-{now + 7}-x", at=0.5)}
+    result = lab.run("react", write_and_read, instruction="Write a file", faults=faults, forwarding="splice")
+    lab.engine.sampled = lab.engine.label
+    assert (result.outcome, result.violations) == ("completed", []), result.explain()
+    assert {call.mode for call in result.calls} == {"splice"}

@@ -24,7 +24,7 @@ def served() -> Iterator[ScriptedEngine]:
 @pytest.fixture
 def engine(served: ScriptedEngine) -> ScriptedEngine:
     served.asked, served.faults, served.generations = [], {}, 0
-    served.policy, served.split_tokens, served.label = lambda asked: Say("hi"), False, "default"
+    served.policy, served.split_tokens, served.sampled = lambda asked: Say("hi"), False, "default"
     return served
 
 
@@ -204,8 +204,10 @@ def test_faults_by_number(engine: ScriptedEngine, http: httpx.Client) -> None:
         {"version": "default", "start": 0, "end": count // 2},
         {"version": "step-2", "start": count // 2, "end": count},
     ]
-    assert http.get("/weight_info").json() == {"weight_version": "step-2"}
-    assert len(engine.asked) == 2  # the policy was not asked for what failed
+    assert http.get("/weight_info").json() == {"weight_version": "default"}
+    after = generate(http, render(http, USER))["choices"][0]["weight_versions"]
+    assert [span["version"] for span in after] == ["step-2"]
+    assert len(engine.asked) == 3  # the policy was not asked for what failed
 
 
 def test_what_it_offers_is_told(http: httpx.Client) -> None:
