@@ -29,9 +29,10 @@ prove-1: $(VENV)/.installed ## five demo seeds, the control, and the long kills 
 	$(BIN)/python -m tests.prove.seeds
 	$(BIN)/python -m tests.prove.kills
 
-prove-2: $(VENV)/.installed ## every installed harness, in record and in splice mode: the table of samples
+prove-2: $(VENV)/.installed ## every installed harness in record and in splice mode, and requests nobody should send
 	$(BIN)/python -m tests.prove.harnesses
 	$(BIN)/python -m tests.prove.harnesses --plain --reasoning
+	$(BIN)/python -m tests.prove.fuzz
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis forge-demo

@@ -56,7 +56,7 @@ def prompt_of(body: dict[str, Any]) -> list[int]:
     for raw in body["messages"]:
         message = msgspec.json.decode(raw)
         if message["role"] == "assistant":
-            out += [1, *words(message.get("content") or ""), 2]
+            out += [1, *words(str(message.get("content") or "")), 2]
         elif isinstance(message.get("content"), list):
             out += [3, *(id for part in message["content"] for id in _piece(part)), 4]
         else:
@@ -280,12 +280,15 @@ async def listening(app: Any, **config: Any) -> AsyncIterator[str]:
 
 
 @contextlib.asynccontextmanager
-async def rig(url: str, *, keepalive_after_s: float = 60.0, **policy: Any) -> AsyncIterator[Rig]:
-    """A proxy with one running attempt on a fresh database at ``url``."""
+async def rig(
+    url: str, *, keepalive_after_s: float = 60.0, engine: Any = None, **policy: Any
+) -> AsyncIterator[Rig]:
+    """A proxy with one running attempt on a fresh database at ``url``; ``engine`` in place of the scripted one."""
     store = Store.open(url, create=True)
     try:
         made = Rig(store)
         made.keepalive_after_s = keepalive_after_s
+        made.engine = engine or made.engine
         made.policy |= policy
         made.attempt = await made.new_attempt()
         async with made.serving():
