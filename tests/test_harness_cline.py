@@ -30,29 +30,25 @@ def run(*commands: str, reasoning: str = "") -> Say:
 
 
 def read(path: str) -> Say:
-    return Say(calls=[Call("read_files", {"files": [{"path": path}]})])
+    return Say(calls=[Call("read_files", {"files": [{"path": f"/workspace/{path}"}]})])
 
 
 def test_it_solves_a_task_in_one_sample(lab: Lab) -> None:
-    """A file that is read again stays in the history as it was, however large. Nothing is left running."""
+    """A file that is read again and again stays in the history as it was. Nothing is left running."""
 
     def policy(asked: Asked) -> Say:
-        return (
-            read("/workspace/word.txt"),
-            run("cp word.txt answer.txt", reasoning="What is there?"),
-            read("/workspace/word.txt"),
-            read("/workspace/word.txt"),
-            Say("Done."),
-        )[asked.turn]
+        # beyond 64 KiB it would rewrite what is old; the same call five times in a row it takes for a loop
+        often = Say(calls=[call for path in 3 * ("word.txt", "more.txt") for call in read(path).calls])
+        copy = run("cp word.txt answer.txt", reasoning="What is there?")
+        return (often, often, copy, Say("Done."))[asked.turn]
 
     word = "plum and much more\n" * 2000
     instruction = '--Copy "word.txt".\nUse {braces}.'
-    result = lab.run(
-        "cline", policy, instruction=instruction, files={"word.txt": word}, expect={"answer.txt": word}
-    )
+    files = {"word.txt": word, "more.txt": word}
+    result = lab.run("cline", policy, instruction=instruction, files=files, expect={"answer.txt": word})
     check_solved(result, SPEC)
     check_append_only(result.requests)
-    assert result.drift == {"first": 1} and result.trained_calls == 5, result.explain()
+    assert result.drift == {"first": 1} and result.trained_calls == 4, result.explain()
     assert result.requests[0].json["messages"][1]["content"] == instruction
     assert not left_behind(result)
 
