@@ -96,6 +96,8 @@ REFUSED: list[tuple[Dialect, Body, str]] = [
     (COMPLETIONS, {"model": "m", "prompt": ""}, "empty"),
     (COMPLETIONS, {"model": "m", "prompt": []}, "empty"),
     (COMPLETIONS, {"model": "m", "prompt": {}}, "$.prompt"),
+    (CHAT, chat({"role": "user", "content": [{"type": "text"}]}), "without its text"),
+    (CHAT, chat({"role": "user", "content": [{"type": "text", "text": 3}]}), "without its text"),
     # what would change the answer
     (CHAT, chat(continue_final_message=True), "continue_final_message"),
     (CHAT, chat(functions=[{"name": "f"}]), "use tools"),

@@ -190,6 +190,8 @@ def _content(message: Raw, parts: list[_Part], where: str) -> Raw:
             urls[index] = images.of_url(given.get("url") if isinstance(given, dict) else given, at)
         elif part.type not in _TEXTS:
             raise unsupported(f"{at}: a part of type {part.type[:100]!r}", param="messages")
+        elif part.type.endswith("text") and not isinstance(part.text, str):
+            raise bad(f"{at}: a part of type {part.type!r} without its text", param="messages")
     if not urls:
         return message
     value = _decode_any(message)
