@@ -1,105 +1,48 @@
-"""Python harnesses in the lab, under watch: their specs as they are, but that the interpreter also notes which hosts
-are looked up, and the log says so at the end."""
+"""What the tests of the Python harnesses share: a lab for a spec, and what has to hold of every run."""
 
-import ipaddress
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import yaml
 from harness_lab import Lab, Result, harness_lab
 
 from forge_server import assets
+from forge_server.environments import ensure_harness
 from forge_server.harness.load import load
-from forge_server.harness.spec import FileSpec, Spec
+from forge_server.harness.spec import Spec
 from forge_server.settings import HarnessSettings, SchedulerSettings
-
-PATHS = {
-    "chat": "/v1/chat/completions",
-    "responses": "/v1/responses",
-    "messages": "/v1/messages?beta=true",
-    "gemini": "/v1beta/models/forge:streamGenerateContent?alt=sse",
-}
-NOTE = """\
-import os, sys
-
-def _note(event, args, file=os.path.join(os.path.dirname(__file__), "hosts")):
-    if event in ("socket.getaddrinfo", "socket.gethostbyname", "socket.gethostbyname_ex"):
-        with open(file, "a") as hosts:
-            print(args[0], file=hosts)
-
-sys.addaudithook(_note)
-"""
-RUN = """\
-"$@"
-status=$?
-echo
-echo "LOOKED UP:" $(sort -u "{home}/.watch/hosts" 2>/dev/null)
-exit $status
-"""
 
 
 def spec_of(harness: str) -> Spec:
     return load(assets.folder("harness_specs") / harness / "spec.yaml")
 
 
-def watch(spec: Spec) -> Spec:
-    """The same harness, its look-ups noted."""
-    more = (
-        FileSpec(path=".watch/sitecustomize.py", content=NOTE),
-        FileSpec(path=".watch/run.sh", content=RUN),
-    )
-    return msgspec.structs.replace(
-        spec,
-        argv=("sh", "{home}/.watch/run.sh", *spec.argv),
-        env={**spec.env, "PYTHONPATH": "{home}/.watch"},
-        files=(*spec.files, *more),
-    )
-
-
 @contextmanager
-def watched_lab(
-    folder: Path, spec: Spec, *, patience_s: float = 30.0, window: int = 32_768, **more: Any
-) -> Iterator[Lab]:
-    """A lab in which ``spec`` is watched, whatever specs ship. A harness that is refused has ``patience_s`` to end
-    by itself before it is stopped."""
+def spec_lab(folder: Path, spec: Spec, *, patience_s: float = 30.0, window: int = 32_768) -> Iterator[Lab]:
+    """A lab in which ``spec`` counts, whatever ships under its name; its harness is installed. One that is refused has
+    ``patience_s`` to end by itself before it is stopped."""
+    assert spec.install is not None
+    ensure_harness(spec.name, spec.install)
     place = folder / "specs" / spec.name
     place.mkdir(parents=True)
-    (place / "spec.yaml").write_text(yaml.safe_dump(msgspec.to_builtins(watch(spec)), sort_keys=False))
+    (place / "spec.yaml").write_text(yaml.safe_dump(msgspec.to_builtins(spec), sort_keys=False))
     paths, scheduler = (str(place.parent),), SchedulerSettings(heartbeat_s=patience_s, grace_s=1.0)
-    harness = HarnessSettings(paths=paths)
-    with harness_lab(folder, window=window, harness=harness, scheduler=scheduler, **more) as lab:
+    with harness_lab(folder, window=window, harness=HarnessSettings(paths=paths), scheduler=scheduler) as lab:
         yield lab
 
 
-def looked_up(result: Result) -> set[str]:
-    """Names that were looked up; addresses need no looking up."""
-    said = re.findall(r"^LOOKED UP:(.*)$", result.log, re.MULTILINE)
-    assert said, result.explain()
-    return {host for host in said[-1].split() if not _is_address(host)}
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return host in ("localhost", "None")
-    return True
-
-
 def check_solved(result: Result, spec: Spec) -> None:
-    """The task is done, everything is recorded, nobody was asked who should not be."""
+    """The task is done, everything is recorded, no host was looked up that should not be."""
     assert (result.outcome, result.reward) == ("completed", 1.0), result.explain()
     assert result.exit_code in spec.ends.ok, result.explain()
     assert result.violations == []
     sent = [request for request in result.requests if request.method == "POST"]
     assert len(sent) == len(result.calls) == len(result.asked), result.explain()
-    assert {request.path for request in result.requests} == {PATHS[spec.api]}
+    assert {request.path for request in result.requests} == {"/v1/chat/completions"}
     assert {call.end for call in result.calls} == {"ok"}, result.explain()
-    assert looked_up(result) <= set(spec.looks_up)
+    assert set(result.looked_up) <= set(spec.looks_up)
 
 
 def check_append_only(result: Result) -> None:

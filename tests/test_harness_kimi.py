@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 from harness_lab import Asked, Call, Lab, Say
-from python_harness import check_append_only, check_refused, check_solved, spec_of, watched_lab
+from python_harness import check_append_only, check_refused, check_solved, spec_lab, spec_of
 
 pytestmark = pytest.mark.sandbox
 SPEC = spec_of("kimi")
@@ -12,14 +12,14 @@ SPEC = spec_of("kimi")
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    with watched_lab(tmp_path_factory.mktemp("kimi"), SPEC) as made:
+    with spec_lab(tmp_path_factory.mktemp("kimi"), SPEC) as made:
         yield made
 
 
 def test_it_solves_a_task_in_one_sample(lab: Lab) -> None:
     def policy(asked: Asked) -> Say:
         return (
-            Say(reasoning="What is there?", calls=[Call("Shell", {"command": "ls; getent hosts pypi.org"})]),
+            Say(reasoning="What is there?", calls=[Call("Shell", {"command": "ls"})]),
             Say(reasoning="Which one?", calls=[Call("Grep", {"pattern": "plum", "output_mode": "content"})]),
             Say(reasoning="That one.", calls=[Call("WriteFile", {"path": "answer.txt", "content": "plum"})]),
             Say("Done."),
@@ -71,7 +71,7 @@ def test_it_compacts_before_the_engine_refuses(tmp_path_factory: pytest.TempPath
             return Say(calls=[Call("Shell", {"command": "cp word.txt answer.txt"})])
         return Say(calls=[Call("Shell", {"command": "seq 1500" if asked.turn == 0 else "ls"})])
 
-    with watched_lab(tmp_path_factory.mktemp("small"), SPEC, window=20_000) as lab:
+    with spec_lab(tmp_path_factory.mktemp("small"), SPEC, window=20_000) as lab:
         result = lab.run(
             "kimi",
             policy,

@@ -9,8 +9,8 @@ from python_harness import (
     check_append_only,
     check_refused,
     check_solved,
+    spec_lab,
     spec_of,
-    watched_lab,
 )
 
 pytestmark = pytest.mark.sandbox
@@ -19,14 +19,14 @@ SPEC = spec_of("nanobot")
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    with watched_lab(tmp_path_factory.mktemp("nanobot"), SPEC) as made:
+    with spec_lab(tmp_path_factory.mktemp("nanobot"), SPEC) as made:
         yield made
 
 
 def test_it_solves_a_task_in_one_sample(lab: Lab) -> None:
     def policy(asked: Asked) -> Say:
         return (
-            Say(calls=[Call("exec", {"command": "cat word.txt; getent hosts pypi.org || echo offline"})]),
+            Say(calls=[Call("exec", {"command": "cat word.txt"})]),
             Say(calls=[Call("write_file", {"path": "answer.txt", "content": "plum"})]),
             Say("Done."),
         )[asked.turn]
@@ -36,7 +36,7 @@ def test_it_solves_a_task_in_one_sample(lab: Lab) -> None:
     check_solved(result, SPEC)
     check_append_only(result)
     assert result.drift == {"first": 1} and result.trained_calls == 3, result.explain()
-    assert "plum" in result.asked[1].last and "offline" in result.asked[1].last
+    assert "plum" in result.asked[1].last
     assert {request.headers["x-session-affinity"] for request in result.requests} != {""}
     # its own temperature does not reach the engine
     assert result.requests[0].json["temperature"] == 0.1

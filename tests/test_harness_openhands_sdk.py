@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 from harness_lab import Asked, Call, Lab, Say
-from python_harness import check_append_only, check_refused, check_solved, spec_of, watched_lab
+from python_harness import check_append_only, check_refused, check_solved, spec_lab, spec_of
 
 pytestmark = pytest.mark.sandbox
 SPEC = spec_of("openhands-sdk")
@@ -12,7 +12,7 @@ SPEC = spec_of("openhands-sdk")
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    with watched_lab(tmp_path_factory.mktemp("openhands"), SPEC) as made:
+    with spec_lab(tmp_path_factory.mktemp("openhands"), SPEC) as made:
         yield made
 
 
@@ -22,7 +22,7 @@ def test_it_solves_a_task_in_one_sample(lab: Lab) -> None:
         return (
             Say(
                 reasoning="Look.",
-                calls=[Call("terminal", {"command": "cat word.txt; getent hosts pypi.org"})],
+                calls=[Call("terminal", {"command": "cat word.txt"})],
             ),
             Say(reasoning="Plum.", calls=[Call("file_editor", create)]),
             Say(calls=[Call("terminal", {"command": "cat answer.txt"})]),

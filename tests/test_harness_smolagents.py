@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 from harness_lab import Asked, Call, Lab, Say
-from python_harness import check_append_only, check_refused, check_solved, spec_of, watched_lab
+from python_harness import check_append_only, check_refused, check_solved, spec_lab, spec_of
 
 from forge_server.domain.states import AttemptState
 from forge_server.proxy.dialects.chat import read
@@ -18,7 +18,7 @@ SPEC = spec_of("smolagents")
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    with watched_lab(tmp_path_factory.mktemp("smolagents"), SPEC) as made:
+    with spec_lab(tmp_path_factory.mktemp("smolagents"), SPEC) as made:
         yield made
 
 
@@ -31,7 +31,7 @@ def test_it_writes_code_in_one_sample(lab: Lab) -> None:
 
     def policy(asked: Asked) -> Say:
         return (
-            Say(code("print(bash(command='cat word.txt; getent hosts pypi.org || echo offline'))")),
+            Say(code("print(bash(command='cat word.txt'))")),
             Say(code("import os\nprint(os.listdir('/workspace'), 1 / 0)")),
             Say(code("with_quote = \"it's\"\nprint(bash('echo '[:4] + ' }}]'))")),
             Say(code("final_answer('plum')")),
@@ -47,7 +47,7 @@ def test_it_writes_code_in_one_sample(lab: Lab) -> None:
     check_solved(result, SPEC)
     check_append_only(result)
     assert result.drift == {"first": 1} and result.trained_calls == 4, result.explain()
-    assert "plum\noffline" in result.asked[1].last and "ZeroDivisionError" in result.asked[2].last
+    assert "plum" in result.asked[1].last and "ZeroDivisionError" in result.asked[2].last
     sent = result.requests[1].json["messages"][2]
     assert sent["role"] == "assistant" and "Calling tools:" in sent["content"][0]["text"]
     said = [m["content"] for m in result.asked[3].messages if m["role"] == "assistant"]
@@ -66,7 +66,7 @@ def test_its_tool_calls_come_back_as_text(tmp_path_factory: pytest.TempPathFacto
             Say(calls=[Call("final_answer", {"answer": "plum"})]),
         )[asked.turn]
 
-    with watched_lab(tmp_path_factory.mktemp("tools"), spec) as lab:
+    with spec_lab(tmp_path_factory.mktemp("tools"), spec) as lab:
         result = lab.run(
             "smolagents",
             policy,

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from harness_lab import Asked, Lab, Say
-from python_harness import check_append_only, check_solved, spec_of, watched_lab
+from python_harness import check_append_only, check_solved, spec_lab, spec_of
 
 pytestmark = pytest.mark.sandbox
 SPEC = spec_of("terminus-2")
@@ -16,7 +16,7 @@ SPEC = spec_of("terminus-2")
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    with watched_lab(tmp_path_factory.mktemp("terminus"), SPEC, patience_s=1.0) as made:
+    with spec_lab(tmp_path_factory.mktemp("terminus"), SPEC, patience_s=1.0) as made:
         yield made
 
 
@@ -32,7 +32,7 @@ def test_it_solves_a_task(lab: Lab) -> None:
 
     def policy(asked: Asked) -> Say:
         return (
-            Say(typed("cat word.txt; getent hosts pypi.org || echo offline")),
+            Say(typed("cat word.txt")),
             Say(typed("cp word.txt answer.txt")),
             Say(typed(done=True), reasoning="That is all."),
             Say(typed(done=True)),
@@ -52,7 +52,7 @@ def test_it_solves_a_task(lab: Lab) -> None:
     )  # the last: two again, one new
     assert result.drift == {"first": 1, "fork": 1} and result.trained_calls == 4
     assert result.requests[3].json["messages"][5]["reasoning_content"].strip() == "That is all."
-    assert "plumoffline" in result.asked[1].last
+    assert "plum" in result.asked[1].last
     assert set(result.requests[0].json) == {"model", "messages"}
 
 
@@ -78,7 +78,7 @@ def test_a_summary_starts_a_new_conversation(tmp_path_factory: pytest.TempPathFa
             return Say("word.txt to answer.txt.")
         return Say(next(after if "word.txt to answer.txt." in asked.prompt else before))
 
-    with watched_lab(tmp_path_factory.mktemp("small"), small) as lab:
+    with spec_lab(tmp_path_factory.mktemp("small"), small) as lab:
         result = lab.run(
             "terminus-2",
             policy,
