@@ -157,10 +157,13 @@ def test_weights_are_swapped_while_a_call_runs(lab: Lab, tmp_path: Path, forward
     assert lab.engine.label.startswith(f"forge-{version}-")
 
 
-def test_a_swap_inside_of_a_completion_is_told_by_token(lab: Lab) -> None:
+def test_weights_that_nobody_announced_train_nothing(lab: Lab) -> None:
     now = lab.server.policies.current
     faults = {1: Fault(swap=f"forge-{now + 7}-x", at=0.5)}
     result = lab.run("react", write_and_read, instruction="Write a file", faults=faults, forwarding="splice")
     lab.engine.sampled = lab.engine.label
     assert (result.outcome, result.violations) == ("completed", []), result.explain()
     assert {call.mode for call in result.calls} == {"splice"}
+    assert [call.untrainable for call in result.calls] == [None, "unknown_version", "unknown_version"]
+    assert [call.policy_version for call in result.calls] == [now, now, now + 7]
+    assert result.trained_calls == 1
