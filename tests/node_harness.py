@@ -1,53 +1,33 @@
-"""Harnesses on Node and Bun in the lab, under watch: their specs as they are, but that the log says at the end whether
-anybody was looked up. In a network of its own a sandbox has no name server, so that every look-up is datagrams to a
-port where nobody listens, and the kernel counts those for each network.
+"""What the tests of the harnesses on Node and Bun share beside ``python_harness``: a lab in which the log says what the
+harness left running when it ended, and conversations by themselves.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import msgspec
-import yaml
-from harness_lab import Asked, Lab, Request, Result, harness_lab
-from python_harness import check_refused, check_solved, looked_up, spec_of
+from harness_lab import Asked, Lab, Request, Result
+from python_harness import check_refused, check_solved, spec_lab, spec_of
 
 from forge_server.harness.spec import FileSpec, Spec
-from forge_server.settings import HarnessSettings, SchedulerSettings
 
 RUN = """\
 "$@"
 status=$?
-sent=$(awk '/^Udp:/ { for (i = 1; i <= NF; i++) if ($i == "OutDatagrams") at = i; last = $at } END { print last }' \\
-    /proc/net/snmp)
 echo
-if [ "$sent" = 0 ]; then echo "LOOKED UP:"; else echo "LOOKED UP: somebody"; fi
 echo "LEFT BEHIND: $(ps -e -o comm= | grep -vxE 'bwrap|sh|ps|grep|tr' | tr '\\n' ' ')"
 exit $status
 """
 
 
-def watch(spec: Spec) -> Spec:
-    """The same harness, its datagrams counted."""
-    return msgspec.structs.replace(
-        spec,
-        argv=("sh", "{home}/.watch/run.sh", *spec.argv),
-        files=(*spec.files, FileSpec(path=".watch/run.sh", content=RUN)),
-    )
-
-
 @contextmanager
-def watched_lab(folder: Path, spec: Spec, **more: Any) -> Iterator[Lab]:
-    """A lab in which ``spec`` is watched, whatever specs ship. Heartbeats are so rare that a harness whose attempt has
-    ended has the time to end by itself."""
-    place = folder / "specs" / spec.name
-    place.mkdir(parents=True)
-    (place / "spec.yaml").write_text(yaml.safe_dump(msgspec.to_builtins(watch(spec)), sort_keys=False))
-    seldom = SchedulerSettings(heartbeat_s=30.0, grace_s=30.0)
-    paths = HarnessSettings(paths=(str(place.parent),))
-    with harness_lab(folder, harness=paths, scheduler=seldom, **more) as lab:
+def watched_lab(folder: Path, spec: Spec, *, window: int = 131_072) -> Iterator[Lab]:
+    """A lab for ``spec``; ``left_behind`` tells what its runs left."""
+    files = (*spec.files, FileSpec(path=".watch/run.sh", content=RUN))
+    argv = ("sh", "{home}/.watch/run.sh", *spec.argv)
+    with spec_lab(folder, msgspec.structs.replace(spec, argv=argv, files=files), window=window) as lab:
         yield lab
 
 
@@ -74,7 +54,6 @@ __all__ = [
     "check_refused",
     "check_solved",
     "left_behind",
-    "looked_up",
     "spec_of",
     "task_of",
     "watched_lab",

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 from harness_lab import Asked, Call, Lab, Say
-from node_harness import check_append_only, check_solved, left_behind, looked_up, spec_of, watched_lab
+from node_harness import check_append_only, check_solved, left_behind, spec_of, watched_lab
 
 pytestmark = pytest.mark.sandbox
 SPEC = spec_of("opencode")
@@ -66,7 +66,7 @@ def test_a_sub_agent_is_named(lab: Lab) -> None:
         "opencode", policy, instruction="Copy it.", files={"word.txt": "plum"}, expect={"answer.txt": "plum"}
     )
     assert (result.reward, result.violations) == (1.0, []), result.explain()
-    assert looked_up(result)  # what the agent itself looked up is noticed
+    assert result.looked_up == ("example.com",)  # by the sub-agent, none by OpenCode
     named = [(c.flags["agent"], c.flags.get("parent_agent")) for c in result.calls if not c.label]
     parent, child = named[0][0], named[1][0]
     assert named == [(parent, None), (child, parent), (child, parent), (parent, None)] and parent != child
