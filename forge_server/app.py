@@ -56,6 +56,7 @@ from forge_server.engine.managed import ManagedHost, ManagedSpec
 from forge_server.engine.model_facts import ModelFacts, facts_of
 from forge_server.engine.pool import EnginePool
 from forge_server.evaluation.round import Evaluation
+from forge_server.export.identity import check_same
 from forge_server.harness.load import load_all
 from forge_server.harness.spec import Spec
 from forge_server.lifecycle.apply import Lifecycle
@@ -324,6 +325,7 @@ class Server:
         if settings.engine.model:
             facts = facts_of(model_folder(settings))
             await self.policies.open(model_folder(settings))
+            check_same(model_folder(settings), Path((await self.policies.get(0)).path))
         serving = await self.policies.serving()
         policy = Policy(0, None)
         if serving is not None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 import sqlalchemy as sa
 
+from forge_server.domain.errors import ConfigError
 from forge_server.export.records import Reader, Run
 from forge_server.store import tables as t
 from forge_server.trajectory.prefixes import ChatTemplate
@@ -27,7 +28,8 @@ def identity(reader: Reader, run: Run) -> Identity:
 
 
 def of_model(folder: Path) -> Identity:
-    """Of a folder in Hugging Face format."""
+    """Of a folder in Hugging Face format, or of a checkpoint that holds one."""
+    folder = _inner(folder)
     tokenizer, template = folder / "tokenizer.json", chat_template(folder)
     return Identity(
         _sha(tokenizer.read_bytes()) if tokenizer.is_file() else "",
@@ -79,3 +81,49 @@ def _token(value: str | _AddedToken | None) -> str:
 
 def _sha(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
+
+
+def check_same(folder: Path, first: Path) -> None:
+    """A policy whose versions began in folder ``first`` goes on with the tokenizer and template of ``folder``. Raises
+    ConfigError when they are others: its recordings would be of two kinds. What is not there is not compared.
+    """
+    now, then = of_model(folder), of_model(first)
+    other = ""
+    if now.tokenizer_sha != then.tokenizer_sha and _vocabulary(folder) != _vocabulary(first):
+        other = "tokenizer"
+    elif now.template_sha and then.template_sha and now.template_sha != then.template_sha:
+        other = "chat template"
+    if other and then.tokenizer_sha:
+        raise ConfigError(
+            f"its {other} is not that of {first}, which the recorded policy began with",
+            where=str(folder),
+            mend="set [engine] model back, or keep the records of another model in another [store]",
+        )
+
+
+def _vocabulary(folder: Path) -> dict[str, int]:
+    """Id of every token. The file itself is another each time that it is saved."""
+    try:
+        found = msgspec.json.decode((_inner(folder) / "tokenizer.json").read_bytes(), type=_Tokenizer)
+    except (OSError, msgspec.MsgspecError):
+        return {}
+    return found.model.vocab | {token.content: token.id for token in found.added_tokens}
+
+
+class _Model(msgspec.Struct):
+    vocab: dict[str, int]
+
+
+class _Added(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _Tokenizer(msgspec.Struct):
+    model: _Model
+    added_tokens: list[_Added] = []
+
+
+def _inner(folder: Path) -> Path:
+    inner = folder / "huggingface"
+    return inner if inner.is_dir() else folder
