@@ -40,6 +40,18 @@ def init(folder: str) -> None:
 
 
 @cli.command()
+@click.argument("folder", type=click.Path())
+@_config
+@click.option("--image", default=f"forge-server:{__version__}", show_default=True, help="The server's image.")
+@click.option("--secret", default="", help="A Secret whose FORGE_* keys become the server's environment.")
+def render(folder: str, config: str | None, image: str, secret: str) -> None:
+    """Write the files with which forge-server is brought into a Kubernetes cluster."""
+    from forge_server.commands import setup
+
+    setup.render(folder, config, image, secret)
+
+
+@cli.command()
 @_config
 def up(config: str | None) -> None:
     """Run the server: proxy, scheduler, controller, store, API."""
@@ -65,12 +77,15 @@ def demo(folder: str, seed: int, versions: int | None, control: bool) -> None:
 @click.option(
     "--data", metavar="RUN", help="Check the recorded data of a run against the invariants instead."
 )
+@click.option(
+    "--probe", is_flag=True, help="Kubernetes: also run a pod that tries what an agent could reach."
+)
 @_json
-def check(config: str | None, data: str | None, as_json: bool) -> None:
+def check(config: str | None, data: str | None, probe: bool, as_json: bool) -> None:
     """Preflight: one line per check, and the mend."""
     from forge_server.commands import check as command
 
-    command.check(config, data, as_json)
+    command.check(config, data, as_json, probe)
 
 
 # --- run ---------------------------------------------------------------------------------------------------

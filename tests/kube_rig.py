@@ -41,12 +41,12 @@ def runner_image(folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def namespace(cluster: Cluster) -> Iterator[str]:
+def namespace(cluster: Cluster, *, jobs: bool = False) -> Iterator[str]:
     """A namespace in which the plain user may do what forge-server's role allows; gone afterwards."""
     name = f"t-{uuid.uuid4().hex[:8]}"
     cluster.call("POST", "/api/v1/namespaces", {"metadata": {"name": name}})
     templates = Templates(assets.folder("k8s_templates"))
-    for document in templates.render("rbac.yaml.j2", {"namespace": name, "account": "forge"}):
+    for document in templates.render("rbac.yaml.j2", {"namespace": name, "account": "forge", "jobs": jobs}):
         if document["kind"] == "RoleBinding":
             document["subjects"] = [{"kind": "User", "name": "forge"}]
         apply(cluster, name, document)

@@ -11,11 +11,11 @@ from rich.table import Table
 from forge_server import environments, logs
 from forge_server import settings as config_tree
 from forge_server.api.listeners import bind_tcp
-from forge_server.app import load_specs, model_folder
+from forge_server.app import imageless, load_specs, model_folder
 from forge_server.client.schemas import Check
 from forge_server.commands import data as recorded
 from forge_server.commands import show as out
-from forge_server.domain.errors import ForgeError
+from forge_server.domain.errors import ConfigError, ForgeError
 from forge_server.engine.client import EngineClient
 from forge_server.engine.managed import running_engine
 from forge_server.engine.probe import preflight
@@ -33,18 +33,21 @@ class NotReady(ForgeError):
     type = "not-ready"
 
 
-def check(config: str | None, data: str | None, as_json: bool) -> None:
+def check(config: str | None, data: str | None, as_json: bool, probe: bool) -> None:
     if data is not None:
         recorded.check(data, config, as_json)
         return
     settings = config_tree.load(config_tree.find_file(config))
     logs.configure("error", "console")
     checks = [Check("settings", True, str(config_tree.find_file(config) or "all defaults"))]
-    checks += [*_server(settings), *_database(settings), *_sandbox(settings)]
+    checks += [*_server(settings), *_database(settings)]
+    if settings.scheduler.backend == "local":
+        checks += _sandbox(settings)
     checks += [*_environments(settings), *_harnesses(settings), *_model(settings)]
     template, found = _chat_template(settings)
     checks += template
     checks += asyncio.run(_engine(settings))
+    checks += _cluster(settings, probe)
     if as_json:
         checks += [Check(f"chat template: {f.case}", True, _told(f)) for f in found]
         print(msgspec.json.encode(checks).decode())
@@ -104,6 +107,16 @@ def _sandbox(settings: Settings) -> Iterator[Check]:
         yield Check("sandbox", False, str(error))
 
 
+def _cluster(settings: Settings, probe: bool) -> list[Check]:
+    if settings.scheduler.backend != "kubernetes" and settings.trainer.launcher != "kubernetes":
+        if probe:
+            raise ConfigError("there is no cluster to probe", mend='set [scheduler] backend = "kubernetes"')
+        return []
+    from forge_server.services import cluster_check
+
+    return asyncio.run(cluster_check.check(settings, probe=probe))
+
+
 def _environments(settings: Settings) -> Iterator[Check]:
     wanted = []
     if settings.engine.kind == "managed":
@@ -126,6 +139,11 @@ def _harnesses(settings: Settings) -> Iterator[Check]:
     for name in sorted({name for run in settings.run for name, _ in run.mixture}):
         if name not in specs:
             yield Check(f"harness {name}", False, f"there is no such spec; known: {', '.join(sorted(specs))}")
+            continue
+        if settings.scheduler.backend == "kubernetes":
+            mend = f'add [kubernetes] harness_images = {{{name} = "IMAGE"}}'
+            lacks = name in imageless(settings, specs)
+            yield Check(f"harness {name}", not lacks, mend if lacks else "brought by an image")
             continue
         install = specs[name].install
         done = install is None or environments.is_complete(environments.harness_recipe(name, install))

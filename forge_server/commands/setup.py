@@ -1,7 +1,9 @@
-"""``forge-server init``: a forge.toml in which everything is explained and nothing is set."""
+"""``forge-server init``: a forge.toml in which everything is explained and nothing is set. ``forge-server render``:
+what a cluster needs, from a forge.toml."""
 
 from pathlib import Path
 
+from forge_server import settings as config_tree
 from forge_server.domain.errors import ConfigError, Conflict
 
 TEMPLATE = """\
@@ -26,13 +28,20 @@ TEMPLATE = """\
 # tool_call_parser = "hermes"
 
 [scheduler]
+# backend = "local"         # "kubernetes": every attempt is a pod
 # in_flight = 8             # attempts at the same time
 
 [local]
 # min_sandbox = "namespaces" # below this level nothing starts: none < user < namespaces
 
+[kubernetes]
+# namespace = "forge"       # of its own: who may make pods there can read its Secrets
+# pod_url = "http://forge-server:8400" # this server as pods reach it
+# runner_image = "registry.example/forge-runner:1" # brings the runner into every pod
+# image = "debian:12"       # of tasks that name none
+
 [trainer]
-# launcher = "local"        # "attach": start the worker yourself
+# launcher = "local"        # "kubernetes": a Job; "attach": start the worker yourself
 # nproc = 1
 # overrides = ["actor_rollout_ref.actor.optim.lr=1e-6"]   # veRL Hydra overrides, verbatim
 
@@ -54,11 +63,28 @@ def init(folder: str) -> None:
     target = Path(folder) / "forge.toml"
     if target.exists():
         raise Conflict("the file exists already", where=str(target), mend="edit it, or choose another folder")
+    _write(target, TEMPLATE)
+    print(f"wrote {target}; next: forge-server check, then forge-server up")
+
+
+def render(folder: str, config: str | None, image: str, secret: str) -> None:
+    from forge_server.services import deployment
+
+    file = config_tree.find_file(config)
+    if file is None:
+        raise ConfigError("there is no forge.toml here", mend="write one, or name it with -c")
+    settings = config_tree.load(file, {})  # what the environment says here does not hold there
+    found = deployment.render(settings, file, image, secret)
+    for name, text in found.items():
+        _write(Path(folder) / name, text)
+    print(f"wrote {', '.join(sorted(found))}; next: kubectl apply -k {folder}")
+
+
+def _write(target: Path, text: str) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(TEMPLATE)
+        target.write_text(text)
     except OSError as error:
         raise ConfigError(
             f"cannot be written ({error.strerror})", where=str(target), mend="choose another folder"
         ) from None
-    print(f"wrote {target}; next: forge-server check, then forge-server up")

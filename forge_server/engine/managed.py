@@ -77,6 +77,11 @@ def environment(spec: ManagedSpec) -> dict[str, str]:
         for key, value in os.environ.items()
         if not key.startswith(("FORGE_", "PYTHON")) and key != "VIRTUAL_ENV"
     }
+    return inherited | variables(spec)
+
+
+def variables(spec: ManagedSpec) -> dict[str, str]:
+    """What vLLM needs in its environment."""
     fixed = {
         "PYTHONPATH": str(spec.staged),
         "PYTHONUNBUFFERED": "1",
@@ -89,7 +94,7 @@ def environment(spec: ManagedSpec) -> dict[str, str]:
     if spec.cpu:
         # without the first the first request with logprobs compiles for half a minute
         fixed |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    return inherited | fixed | spec.env
+    return fixed | spec.env
 
 
 class Record(msgspec.Struct, frozen=True):

@@ -62,7 +62,7 @@ async def backend(settings: Settings, pods: Pods, instance: str, pod_url: str) -
         values={
             "cpu": kubernetes.cpu,
             "pull_policy": kubernetes.pull_policy,
-            "pull_secrets": _named(kubernetes.pull_secrets),
+            "pull_secrets": named(kubernetes.pull_secrets),
             "runtime_class": kubernetes.runtime_class,
             "priority_class": kubernetes.priority_class,
             "node_selector": kubernetes.node_selector,
@@ -110,7 +110,7 @@ def trainer(settings: Settings, instance: str) -> Callable[[TrainerJob, str], li
             "environment": environment,
             "image": kubernetes.trainer_image,
             "pull_policy": kubernetes.pull_policy,
-            "pull_secrets": _named(kubernetes.pull_secrets),
+            "pull_secrets": named(kubernetes.pull_secrets),
             "worker": WORKER,
             "nproc": train.nproc,
             "nodes": train.nodes,
@@ -132,7 +132,7 @@ def staging(settings: Settings) -> Path:
     return settings.data_dir / "staged" / "trainer"
 
 
-def _named(names: Iterable[str]) -> list[dict[str, str]]:
+def named(names: Iterable[str]) -> list[dict[str, str]]:
     """References to objects, as Kubernetes writes them."""
     return [{"name": name} for name in names]
 
