@@ -13,6 +13,7 @@ from forge_server.commands import show as out
 from forge_server.domain.errors import ForgeError
 from forge_server.export import reports
 from forge_server.export.mappings import MAPPINGS
+from forge_server.export.media import FOLDER as MEDIA
 from forge_server.export.peers import export_peer
 from forge_server.export.records import Run, find_run
 from forge_server.export.whole import ExportError
@@ -52,6 +53,7 @@ def export(run: str, kind: str, path: str | None, min_reward: float | None, conf
     out.console.print(
         f"{report.path}: {report.rows} samples of {report.rollouts} rollouts, "
         f"{report.trained_tokens} of {report.tokens} tokens trained"
+        + (f", {report.images} images in {Path(report.path).parent / MEDIA}" if report.images else "")
     )
     for what, counts in (("left out", report.left_out), ("calls not trained", report.untrained)):
         if counts:
