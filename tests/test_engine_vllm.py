@@ -326,7 +326,7 @@ async def test_long_seeded_prompts_side_by_side_do_not_kill_the_engine(vllm_pool
 
 async def test_preflight_passes(vllm_pool: EnginePool) -> None:
     checks = await vllm_pool.check()
-    assert len(checks) == 5
+    assert len(checks) == 6
     assert all(check.ok for check in checks), checks
 
 

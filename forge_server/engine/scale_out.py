@@ -27,6 +27,7 @@ _TAIL = 1024
 whether the template has opened the reasoning."""
 
 _CALL_ID = "chatcmpl-tool-"
+_NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
 class _Sampling(msgspec.Struct):
@@ -191,12 +192,14 @@ async def message(
     if said == "" or (said is not None and not body.get("tools") and rendered.reasoning is None):
         return {"role": "assistant", "content": said}
     assert ids is not None
+    broken = ""
     if said is not None and _text_differs(found, rendered, said):
-        ids = await tokenize(client, said)
+        whole = said.rstrip(_NO_CHARACTER)  # derender takes what is no character, at the end, for half of one
+        ids, broken = await tokenize(client, whole), said[len(whole) :]
     elif found.finish_reason == "stop":
         ids = ids[:-1]  # else the end of the turn stands in the text
     if not ids.size:
-        return {"role": "assistant", "content": ""}
+        return {"role": "assistant", "content": broken}
     tail = prompt_tail[-_TAIL:].tolist()
     choice = {"index": 0, "finish_reason": found.finish_reason, "token_ids": ids.tolist()}
     chat: dict[str, Any] = {"model": client.model, "messages": [{"role": "user", "content": ""}]}
@@ -209,6 +212,9 @@ async def message(
     }
     read = answers.message(await client.post(DERENDER, _encode(payload), request_id=request_id))
     calls: Any = read.get("tool_calls")
+    if broken and not calls:
+        last = "content" if read.get("content") or not read.get("reasoning") else "reasoning"
+        read[last] = f"{read.get(last) or ''}{broken}"
     if calls:
         if body.get("parallel_tool_calls") is False:
             del calls[1:]
@@ -227,7 +233,7 @@ def _text_differs(found: Generated, rendered: Rendered, text: str) -> bool:
     return (
         isinstance(found.stop_reason, str)
         or bool(rendered.sampling.get("skip_special_tokens", True))
-        or "\N{REPLACEMENT CHARACTER}" in text
+        or _NO_CHARACTER in text
     )
 
 
