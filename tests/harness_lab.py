@@ -57,6 +57,8 @@ class Request:
     body: bytes
     status: list[int] = field(default_factory=list)
     """What was answered, once it was."""
+    pieces: list[int] = field(default_factory=list)
+    """Sizes of the pieces that its body came in, keep-alives first."""
 
     @property
     def json(self) -> Any:
@@ -174,6 +176,8 @@ class Tap:
         async def note(event: Any) -> None:
             if event["type"] == "http.response.start":
                 request.status.append(event["status"])
+            elif event["type"] == "http.response.body":
+                request.pieces.append(len(event.get("body", b"")))
             await send(event)
 
         await self.app(scope, replay, note)

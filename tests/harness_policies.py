@@ -33,6 +33,7 @@ HANDS = {
         ("Write", "file_path", "content"),
         ("Edit", "file_path", "old_string", "new_string"),
     ),
+    "claude-code-bare": Hand(("Bash", "command")),
     "opencode": Hand(
         ("bash", "command"), ("write", "filePath", "content"), ("edit", "filePath", "oldString", "newString")
     ),
