@@ -6,7 +6,7 @@ samples can be cut of them. A second world with ``forwarding="record"`` tells wh
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,7 +42,8 @@ TOOLS: list[Message] = [
 
 class Engine:
     """``says``: the output of the next generations, as text or ids; ``cut``: they end without an end of turn;
-    ``aborts``: so many of them a weight update ends."""
+    ``aborts``: so many of them a weight update ends. ``write``: the chat template, ``end``: the token that the
+    model ends its turn with."""
 
     template: Template | None = TEMPLATE
 
@@ -53,16 +54,14 @@ class Engine:
         self.versions: tuple[VersionSpan, ...] = ()
         self.fails: dict[str, Exception] = {}
         self.log: list[str] = []
-        self.template_options: dict[str, Any] = {}
+        self.write: Callable[[list[Message], list[Message] | None], str] = qwen3().render
+        self.end = TEMPLATE.closing
         self.window = 100_000
 
     def prompt(self, body: dict[str, Any]) -> list[int]:
         messages = [msgspec.json.decode(m) for m in body["messages"]]
         tools = [msgspec.json.decode(t) for t in body.get("tools", ())]
-        text = qwen3().render(
-            template_messages(messages), template_tools(tools or None), **self.template_options
-        )
-        ids = qwen3().encode(text)
+        ids = qwen3().encode(self.write(template_messages(messages), template_tools(tools or None)))
         if len(ids) + body["max_tokens"] > self.window:
             raise EngineRefused(400, f"maximum context length is {self.window}", "context_length_exceeded")
         return ids
@@ -70,7 +69,7 @@ class Engine:
     def sampled(self) -> list[int]:
         said = self.says.pop(0)
         ids = qwen3().encode(said) if isinstance(said, str) else list(said)
-        return ids if self.cut else [*ids, TEMPLATE.closing]
+        return ids if self.cut else [*ids, self.end]
 
     def _enter(self, what: str) -> None:
         self.log.append(what)

@@ -36,14 +36,16 @@ class ChatResult(msgspec.Struct, frozen=True, kw_only=True):
 class Template(msgspec.Struct, frozen=True):
     """What the chat template puts around an answer.
 
-    ``closing``: the first token after an answer in the history, -1 when there is none that can be told;
-    ``marker`` its text. ``opening``: what stands before an answer that is asked for, and not before the same
-    answer in the history (an opened or an empty think block). ``edges``: (id, text) of the last tokens before an
-    answer, with and without the opening: white space there may melt into one token with that of the answer.
+    ``closing``: the token that ends an answer in the history whatever follows, -1 when there is none; ``marker``
+    its text; ``closes_calls``: it ends one with tool calls too. ``opening``: what stands before an answer that is
+    asked for, and not before the same answer in the history (an opened or an empty think block). ``edges``: (id,
+    text) of the last tokens before an answer, with and without the opening: white space there may melt into one
+    token with that of the answer.
     """
 
     closing: int
     marker: str
+    closes_calls: bool = True
     opening: tuple[int, ...] = ()
     edges: tuple[tuple[int, str], ...] = ()
 

@@ -83,22 +83,51 @@ async def probe(client: EngineClient) -> tuple[Template | None, str]:
 
 
 async def _template(client: EngineClient) -> Template:
+    """Asks what it is like at the places that matter. Raises as ``EngineClient.call``."""
     asked = {"role": "user", "content": "x"}
     question = await _ids(client, [asked])
-    one, other = [
-        await _ids(client, [asked, {"role": "assistant", "content": said}, asked]) for said in ("a", "b")
-    ]
-    head = _common(question, one)
-    tail = _common(one[::-1], other[::-1])
-    closing = one[len(one) - tail] if 0 < tail < len(one) else -1
-    marker = await detokenize(client, [closing]) if closing >= 0 else ""
+    followed = [await _ids(client, [asked, _said(text), asked]) for text in ("a", "b")]
+    head = _common(question, followed[0])
+    closing = _after(*followed)
+    if closing >= 0 and closing != _after(*[await _ids(client, [asked, _said(text)]) for text in ("a", "b")]):
+        closing = -1  # what follows ends it: the role of the next message
     edges = {question[at - 1] for at in (head, len(question)) if at}
     return Template(
         closing=closing,
-        marker=marker,
+        marker=await detokenize(client, [closing]) if closing >= 0 else "",
+        closes_calls=await _closes_calls(client, closing, head),
         opening=tuple(question[head:]),
         edges=tuple([(edge, await detokenize(client, [edge])) for edge in sorted(edges)]),
     )
+
+
+async def _closes_calls(client: EngineClient, closing: int, head: int) -> bool:
+    """Whether what follows ``closing`` is the same after an answer with a tool call as after one without."""
+    asked = {"role": "user", "content": "x"}
+    function = {"name": "f", "arguments": "{}"}
+    called = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "c", "type": "function", "function": function}],
+    }
+    result = {"role": "tool", "tool_call_id": "c", "content": "r"}
+    try:
+        plain, call = [await _ids(client, [asked, answer, result, asked]) for answer in (_said("a"), called)]
+    except EngineRefused:
+        return False
+    if closing not in plain[head:] or closing not in call[head:]:
+        return False
+    return plain[plain.index(closing, head) :] == call[call.index(closing, head) :]
+
+
+def _said(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def _after(one: Sequence[int], other: Sequence[int]) -> int:
+    """The token after the only one in which two prompts differ, -1 when there is none."""
+    tail = _common(one[::-1], other[::-1])
+    return one[len(one) - tail] if 0 < tail < len(one) else -1
 
 
 async def render(
@@ -249,7 +278,7 @@ async def detokenize(client: EngineClient, ids: Sequence[int]) -> str:
     return str((await client.call("POST", "/detokenize", body))["prompt"])
 
 
-async def _ids(client: EngineClient, messages: list[dict[str, str]]) -> list[int]:
+async def _ids(client: EngineClient, messages: list[dict[str, Any]]) -> list[int]:
     body = {"messages": messages, "max_tokens": 1}
     ids: list[int] = (await render(client, body, request_id="forge-template")).ids.tolist()
     return ids

@@ -22,7 +22,7 @@ from forge_server.domain.states import Delivery, Fallback
 from forge_server.domain.turn import Completion
 from forge_server.proxy.ports import CallPolicy, Engine
 from forge_server.proxy.recall import Said
-from forge_server.proxy.splice_align import Aligned, Place, Unspliceable, align, says
+from forge_server.proxy.splice_align import Aligned, Place, Unspliceable, Written, align, says
 from forge_server.proxy.splice_index import Answers, Asked, Prompt, Tip
 from forge_server.trajectory.forest import Forest, common_prefix
 
@@ -147,6 +147,7 @@ def recover(answers: Answers, model: str, said: Sequence[Said], forest: Forest, 
         asked = Asked(answers.start(model, past.tools), past.keys)
         closed = bool(call.completion[-1] == template.closing)
         if not closed and call.finish_reason != "length":
+            answers.incomplete = True
             continue
         before = answers.begins(asked, partial(_starts, forest, call.prompt)) if past.spliced else None
         place = Place(call.prompt.size, call.prompt.size + call.completion.size, closed)
@@ -171,9 +172,10 @@ async def _permit(
 ) -> None:
     """Let pass what is written for the answers only if it says all that was sampled, reasoning included unless
     that is to be kept anyway. Raises Unspliceable."""
-    if aligned.unopened and not ask.policy.keep_reasoning:
-        raise Unspliceable(Fallback.CONTEXT_DIFFERS)
     tips = tip.line()[-len(aligned.written) :]
+    if aligned.unopened and not ask.policy.keep_reasoning:
+        thought = any(answer.thought for answer in tips)
+        raise Unspliceable(Fallback.REASONING_DROPPED if thought else Fallback.CONTEXT_DIFFERS)
     for answer, written in zip(tips, aligned.written, strict=True):
         sampled = recorded[answer.place.start : answer.place.end - answer.place.closed]
         if written.melted < 0 and np.array_equal(written.ids, sampled):
@@ -182,6 +184,9 @@ async def _permit(
             continue
         if answer.cut_reasoning:
             raise Unspliceable(Fallback.CUT_REASONING)
+        if not _ends(answer, int(recorded[answer.place.end - 1]), template):
+            await _same(engine, written, sampled)
+            continue
         parts = _parts(answer, ask)
         if written.melted >= 0 or any(part for wanted in parts.values() for part in wanted):
             text = await _spoken(engine, written.ids)
@@ -193,6 +198,21 @@ async def _permit(
                 if not says(text, wanted):
                     raise Unspliceable(reason)
         answer.proven.append(written.ids.copy())
+
+
+def _ends(answer: Tip, last: int, template: Template) -> bool:
+    """Whether the end of the answer in a rendered prompt is told by a token that stands for nothing else."""
+    if answer.names and not template.closes_calls:
+        return False
+    return last == template.closing or not answer.place.closed
+
+
+async def _same(engine: Engine, written: Written, sampled: Ids) -> None:
+    """The role of the next message ended the answer, or something else that may stand elsewhere too: only its
+    very text, white space aside, shows that it ends where it was thought to. Raises Unspliceable."""
+    texts = [await _spoken(engine, ids) for ids in (written.ids, sampled)]
+    if written.melted >= 0 or not says(texts[0], texts[1:]) or not says(texts[1], texts[:1]):
+        raise Unspliceable(Fallback.END_UNKNOWN)
 
 
 def _parts(answer: Tip, ask: Ask) -> dict[Fallback, tuple[str, ...]]:
