@@ -18,7 +18,7 @@ import uvicorn
 import uvloop
 
 from forge_server.commands.serve import collect_less_garbage
-from forge_server.domain.engine import Generated, Rendered, Template
+from forge_server.domain.engine import ChatResult, Generated, Rendered, Template
 from forge_server.domain.ids import new_id
 from forge_server.domain.outcome import Kind
 from forge_server.domain.states import AttemptState
@@ -52,6 +52,9 @@ class Direct(EngineClient):
     """One engine without the pool around it; ``template`` as ``splice_upstream.py`` writes answers."""
 
     template: Template | None = None
+
+    async def chat(self, body: Any, *, request_id: str, affinity: str = "", known: Any = None) -> ChatResult:
+        return await super().chat(body, request_id=request_id, known=known)
 
     async def render(self, body: Any, *, request_id: str, affinity: str, known: Any = None) -> Rendered:
         return await scale_out.render(self, body, request_id=request_id, known=known)

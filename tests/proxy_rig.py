@@ -114,7 +114,7 @@ class Engine:
             await self.busy.acquire()
 
     async def chat(
-        self, body: dict[str, Any], *, request_id: str, known: ChatResult | None = None
+        self, body: dict[str, Any], *, request_id: str, affinity: str, known: ChatResult | None = None
     ) -> ChatResult:
         msgspec.json.encode(body)
         self.asked.append(body)

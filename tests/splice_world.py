@@ -77,7 +77,7 @@ class Engine:
             raise self.fails[what]
 
     async def chat(
-        self, body: dict[str, Any], *, request_id: str, known: ChatResult | None = None
+        self, body: dict[str, Any], *, request_id: str, affinity: str, known: ChatResult | None = None
     ) -> ChatResult:
         self._enter("chat")
         prompt = self.prompt(body)
@@ -235,7 +235,9 @@ class World:
             except Unspliceable as error:
                 fallback = error.reason
                 self.engine.says = [says]
-        result = served.result if served else await self.engine.chat(body, request_id=str(call_id))
+        result = (
+            served.result if served else await self.engine.chat(body, request_id=str(call_id), affinity="at")
+        )
         completion = from_message(
             result.message,
             id="x",

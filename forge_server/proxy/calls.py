@@ -353,7 +353,9 @@ class Calls:
                 return result if passage.version >= 0 else msgspec.structs.replace(result, versions=())
             except Unspliceable as error:
                 passage.flags["fallback"] = error.reason
-        return await self._engine.chat(pinned.body, request_id=request_id, known=session.known)
+        return await self._engine.chat(
+            pinned.body, request_id=request_id, affinity=session.attempt_id, known=session.known
+        )
 
     async def _failed(self, session: Session, flight: Flight, ended: _Ended, passage: "_Passage") -> NoReturn:
         flight.recording()

@@ -19,13 +19,13 @@ Row = dict[str, Any]
 
 class Engine(Protocol):
     """``body`` is an OpenAI chat body whose messages and tools are ``msgspec.Raw``; cancellation aborts
-    upstream.
+    upstream. Calls of equal ``affinity`` go to the same replica, which has their history in its prefix cache.
 
     Raises EngineRefused and EngineUnavailable.
     """
 
     async def chat(
-        self, body: dict[str, Any], *, request_id: str, known: ChatResult | None = None
+        self, body: dict[str, Any], *, request_id: str, affinity: str, known: ChatResult | None = None
     ) -> ChatResult: ...
 
     async def count_tokens(self, messages: Sequence[Raw], tools: Sequence[Raw]) -> int:
