@@ -23,10 +23,13 @@ from forge_server import __version__, environments
 from forge_server.api import idempotent, problem
 from forge_server.api.auth import admin_guard
 from forge_server.api.catalog import catalog_routes
+from forge_server.api.compare import compare_routes
 from forge_server.api.events import event_routes
 from forge_server.api.health import health_routes
 from forge_server.api.idempotent import Idempotency
+from forge_server.api.inspect import inspect_routes
 from forge_server.api.listeners import bind_tcp, bind_unix, serving
+from forge_server.api.overview import overview_routes
 from forge_server.api.pod import pod_routes
 from forge_server.api.rollouts import rollout_routes
 from forge_server.api.runs import check_harnesses, run_routes
@@ -78,6 +81,7 @@ from forge_server.services.lookups import CallPolicies, TaskFiles
 from forge_server.services.news import News
 from forge_server.services.settling import Settling
 from forge_server.services.task_import import TaskImport
+from forge_server.services.vocabulary import Vocabulary
 from forge_server.settings import Settings
 from forge_server.store import events as event_log
 from forge_server.store import instance, keys
@@ -486,6 +490,7 @@ class Server:
     def control_app(self) -> Litestar:
         """The control listener: API, health, trainer link, OpenAPI."""
         idempotency = Idempotency(self.store)
+        probes = self._probes()
 
         async def set_in_flight(n: int) -> None:
             self.scheduler.set_in_flight(n)
@@ -502,6 +507,22 @@ class Server:
                     imageless(self.settings, self.specs),
                 ),
                 *rollout_routes(self.store, self.external, idempotency, conversations, log_tails),
+                *inspect_routes(
+                    self.store,
+                    Vocabulary(
+                        self.settings.path(self.settings.engine.model) if self.settings.engine.model else None
+                    ),
+                    self.settings.engine.max_model_len,
+                ),
+                *compare_routes(self.store),
+                *overview_routes(
+                    self.store,
+                    probes,
+                    self.gate,
+                    lambda: self.scheduler.in_flight,
+                    self.settings.engine.policy,
+                    self.settings.scheduler.breaker,
+                ),
                 *catalog_routes(
                     self.store,
                     TaskImport(self.store),
@@ -516,7 +537,7 @@ class Server:
         )
         trainer = trainer_routes(self.link, lambda key: keys.verify(self.instance.secret, key))
         return Litestar(
-            [*health_routes(self._probes()), Router("/api/v1", route_handlers=[api, *trainer])],
+            [*health_routes(probes), Router("/api/v1", route_handlers=[api, *trainer])],
             openapi_config=OpenAPIConfig(
                 title="forge-server",
                 version=__version__,

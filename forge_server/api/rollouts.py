@@ -11,9 +11,12 @@ from forge_server.api import views
 from forge_server.api.idempotent import Idempotency, IdempotencyKey
 from forge_server.api.paging import Cursor, Limit, decode_cursor
 from forge_server.client import schemas as s
+from forge_server.domain.outcome import Kind, Outcome
+from forge_server.domain.run import Mode
 from forge_server.store.database import Store
 
 State = Literal["pending", "active", "ended"]
+Sort = Literal["created", "ended", "reward", "attempts"]
 
 
 class Rollouts(Protocol):
@@ -38,15 +41,35 @@ def rollout_routes(
     ) -> s.Registration:
         return await idempotency.run(idempotency_key, "POST /rollouts", data, lambda: rollouts.register(data))
 
-    @get("/rollouts", summary="Rollouts, newest first")
+    @get("/rollouts", summary="Rollouts, newest first unless sorted otherwise")
     async def listing(
         run: FromQuery[str | None] = None,
         state_: Annotated[State | None, QueryParameter(name="state")] = None,
+        outcome: FromQuery[Outcome | None] = None,
+        kind: FromQuery[Kind | None] = None,
+        harness: FromQuery[str | None] = None,
+        task: FromQuery[str | None] = None,
+        mode: FromQuery[Mode | None] = None,
+        text: FromQuery[str | None] = None,
+        sort: FromQuery[Sort] = "created",
+        order: FromQuery[Literal["asc", "desc"]] = "desc",
         cursor: Cursor = None,
         limit: Limit = 100,
     ) -> s.Page:
+        only = views.RolloutFilter(
+            run=run,
+            state=state_,
+            outcome=outcome,
+            kind=kind,
+            harness=harness,
+            task=task,
+            mode=mode,
+            text=text,
+            sort=sort,
+            ascending=order == "asc",
+        )
         after = decode_cursor(cursor)
-        return await store.read(lambda c: views.rollouts(c, run, state_, after, limit))
+        return await store.read(lambda c: views.rollouts(c, only, after, limit))
 
     @get("/rollouts/{rollout_id:str}", summary="One rollout with its attempts")
     async def show(rollout_id: FromPath[str]) -> s.RolloutDetail:

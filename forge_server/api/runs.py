@@ -1,10 +1,10 @@
 """Runs: create, list, show; pause, resume, cancel, set N; metrics."""
 
 from collections.abc import Awaitable, Callable, Collection
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 from litestar import get, patch, post
-from litestar.params import FromPath, JSONBody
+from litestar.params import FromPath, JSONBody, QueryParameter
 
 from forge_server.api import views
 from forge_server.api.idempotent import Idempotency, IdempotencyKey
@@ -88,8 +88,10 @@ def run_routes(
         return await view(found)
 
     @get("/runs/{run:str}/metrics", summary="Metrics of every step, by source")
-    async def metrics(run: FromPath[str]) -> list[s.StepMetrics]:
-        return await store.read(lambda c: views.step_metrics(c, run))
+    async def metrics(
+        run: FromPath[str], since: Annotated[int, QueryParameter(ge=0)] = 0
+    ) -> list[s.StepMetrics]:
+        return await store.read(lambda c: views.step_metrics(c, run, since))
 
     async def view(run: str) -> s.RunView:
         return await store.read(lambda c: views.run_view(c, views.run_row(c, run)))

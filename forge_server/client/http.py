@@ -1,9 +1,11 @@
 """The typed client of the control API, synchronous, on httpx. Errors of the server come back as ForgeError."""
 
 import os
+import socket
 import tomllib
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
@@ -78,6 +80,32 @@ def _content(file: Path) -> str:
         return ""
 
 
+class EventStream:
+    """Iterates over batches of events, an empty one with every sign of life; ends when the server stops.
+
+    ``close`` may be called from another thread: a blocked iteration ends.
+    """
+
+    def __init__(self, response: httpx.Response) -> None:
+        self._response = response
+
+    def __iter__(self) -> Iterator[list[s.EventView]]:
+        rest = b""
+        for chunk in self._response.iter_raw():
+            *whole, rest = (rest + chunk).split(b"\r\n\r\n")
+            yield [_event(data) for each in whole if (data := each.partition(b"data: ")[2])]
+
+    def close(self) -> None:
+        found = self._response.extensions["network_stream"].get_extra_info("socket")
+        if found is not None:
+            with suppress(OSError):
+                found.shutdown(socket.SHUT_RDWR)
+
+
+def _event(data: bytes) -> s.EventView:
+    return msgspec.json.decode(data, type=s.EventView)
+
+
 class ForgeClient:
     """Talks to ``/api/v1`` of one server. Use as a context manager, or call ``close``."""
 
@@ -122,11 +150,14 @@ class ForgeClient:
                 headers=headers,
             )
         except httpx.HTTPError as error:
-            raise ServerUnreachable(
-                f"no forge-server answers ({error.__class__.__name__})",
-                where=self.url,
-                mend="start it with `forge-server up`, or give --url",
-            ) from None
+            raise self._unreachable(error) from None
+
+    def _unreachable(self, error: httpx.HTTPError) -> ServerUnreachable:
+        return ServerUnreachable(
+            f"no forge-server answers ({error.__class__.__name__})",
+            where=self.url,
+            mend="start it with `forge-server up`, or give --url",
+        )
 
     def _decoded(self, response: httpx.Response, kind: type[T]) -> T:
         try:
@@ -179,8 +210,19 @@ class ForgeClient:
     def patch_run(self, id_or_name: str, patch: s.RunPatch) -> s.RunView:
         return self.call("PATCH", f"/api/v1/runs/{_word(id_or_name)}", s.RunView, patch)
 
-    def metrics(self, run: str) -> list[s.StepMetrics]:
-        return self.call("GET", f"/api/v1/runs/{_word(run)}/metrics", list[s.StepMetrics])
+    def metrics(self, run: str, since: int = 0) -> list[s.StepMetrics]:
+        """Of the steps from ``since`` on."""
+        return self.call("GET", f"/api/v1/runs/{_word(run)}/metrics", list[s.StepMetrics], since=since)
+
+    def compare(
+        self, run: str, by: Literal["task", "harness"], mode: str | None = None, k: int | None = None
+    ) -> list[s.Comparison]:
+        path = f"/api/v1/runs/{_word(run)}/compare"
+        return self.call("GET", path, list[s.Comparison], by=by, mode=mode, k=k)
+
+    def overview(self, run: str | None = None) -> s.Overview:
+        """Of a run, or of the one that matters most at the moment."""
+        return self.call("GET", "/api/v1/overview", s.Overview, run=run)
 
     # --- tasks
     def create_tasks(self, body: s.TaskCreate) -> s.TasksCreated:
@@ -198,6 +240,10 @@ class ForgeClient:
     ) -> Iterator[s.RolloutView]:
         return self._pages("/api/v1/rollouts", s.RolloutView, limit, run=run, state=state)
 
+    def rollout_page(self, cursor: str | None = None, limit: int = 100, **filters: Any) -> s.RolloutPage:
+        """One page; ``filters`` are the route's parameters."""
+        return self.call("GET", "/api/v1/rollouts", s.RolloutPage, cursor=cursor, limit=limit, **filters)
+
     def rollout(self, rollout_id: str) -> s.RolloutDetail:
         return self.call("GET", f"/api/v1/rollouts/{_word(rollout_id)}", s.RolloutDetail)
 
@@ -212,11 +258,54 @@ class ForgeClient:
     def samples(self, rollout_id: str) -> list[s.SampleView]:
         return self.call("GET", f"/api/v1/rollouts/{_word(rollout_id)}/samples", list[s.SampleView])
 
+    def turns(
+        self, rollout_id: str, since: int = 0, limit: int = 100, attempt: str | None = None
+    ) -> list[s.Turn]:
+        path = f"/api/v1/rollouts/{_word(rollout_id)}/turns"
+        return self.call("GET", path, list[s.Turn], since=since, limit=limit, attempt=attempt)
+
+    def segments(self, rollout_id: str, attempt: str | None = None) -> s.SegmentsView:
+        path = f"/api/v1/rollouts/{_word(rollout_id)}/segments"
+        return self.call("GET", path, s.SegmentsView, attempt=attempt)
+
+    def tokens(
+        self, rollout_id: str, index: int, offset: int = 0, limit: int = 4096, attempt: str | None = None
+    ) -> s.TokensView:
+        path = f"/api/v1/rollouts/{_word(rollout_id)}/segments/{index}/tokens"
+        return self.call("GET", path, s.TokensView, offset=offset, limit=limit, attempt=attempt)
+
     def logs(self, rollout_id: str) -> list[s.LogView]:
         return self.call("GET", f"/api/v1/rollouts/{_word(rollout_id)}/logs", list[s.LogView])
 
     def rollout_action(self, rollout_id: str, action: Literal["cancel", "retry"]) -> s.RolloutDetail:
         return self.call("POST", f"/api/v1/rollouts/{_word(rollout_id)}/{action}", s.RolloutDetail, {})
+
+    # --- events
+    def history(self, cursor: str | None = None, limit: int = 100, **filters: Any) -> s.EventPage:
+        """Events, newest first; ``filters`` are the route's parameters."""
+        return self.call("GET", "/api/v1/events/history", s.EventPage, cursor=cursor, limit=limit, **filters)
+
+    @contextmanager
+    def events(
+        self, since: int | None = None, *, run: str | None = None, every: float = 0.0
+    ) -> Iterator[EventStream]:
+        """Every event after number ``since`` (None: from now on), as they are committed; ``every``: gathered for so
+        many seconds. Raises as ``call`` does."""
+        params = {"since": since, "run": run, "every": every}
+        timeout = httpx.Timeout(30.0 + every, connect=10.0)
+        try:
+            with self._http.stream(
+                "GET",
+                "/api/v1/events",
+                params={k: v for k, v in params.items() if v is not None},
+                timeout=timeout,
+            ) as response:
+                if response.status_code >= 400:
+                    response.read()
+                    raise self._problem(response)
+                yield EventStream(response)
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from None
 
     # --- policies
     def policies(self) -> list[s.PolicyView]:

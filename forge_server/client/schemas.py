@@ -121,6 +121,15 @@ class RolloutView(msgspec.Struct):
     final_attempt_id: str | None
     created_at: float
     ended_at: float | None
+    task: str | None = None
+    """Name of its task."""
+    phase: str | None = None
+    """State of its newest attempt."""
+    calls: int = 0
+    """Of its newest attempt, as the next two."""
+    tokens: int = 0
+    """Completion tokens."""
+    not_trained: str = ""
 
 
 class AttemptView(msgspec.Struct):
@@ -141,9 +150,35 @@ class AttemptView(msgspec.Struct):
     ended_at: float | None
 
 
+class RewardView(msgspec.Struct):
+    attempt_id: str
+    source: str
+    value: float
+    call_id: int | None
+    detail: dict[str, Any] | None
+    at: float
+
+
+class GroupView(msgspec.Struct):
+    """The group of a rollout. ``batch_k``: the batch it was trained in; ``dropped``: why it is in none."""
+
+    id: str
+    step: int
+    round: int
+    mode: str
+    size: int
+    batch_k: int | None
+    dropped: str
+    rewards: list[float | None]
+    """Of its rollouts, by slot; null: not ended, or not valid."""
+
+
 class RolloutDetail(msgspec.Struct):
     rollout: RolloutView
     attempts: list[AttemptView]
+    rewards: list[RewardView] = []
+    group: GroupView | None = None
+    instruction: str = ""
 
 
 class CallView(msgspec.Struct):
@@ -168,6 +203,9 @@ class CallView(msgspec.Struct):
     ended_at: float | None
     engine_ms: float | None
     held_ms: float | None
+    flags: dict[str, Any] | None = None
+    """What was clamped, lifted, dropped or labelled; ``agent`` and ``parent_agent`` of sub-agents."""
+    retry_of: int | None = None
     request: list[Any] | None = None
     """Messages, only with ``?messages=true``."""
     response: Any = None
@@ -184,6 +222,64 @@ class SampleView(msgspec.Struct):
     min_version: int
     max_version: int
     call_ids: list[int]
+
+
+class Turn(msgspec.Struct):
+    """One call as a step of a conversation: what its request says beyond the call it goes on from, and the answer.
+
+    ``after``: ``seq`` of that call; null: the conversation begins. An answer that is only handed back is left out.
+    """
+
+    call_id: int
+    attempt_id: str
+    seq: int
+    after: int | None
+    agent: str
+    parent_agent: str
+    label: str
+    tools: list[str]
+    """Names of the tools offered, where they differ from those of ``after``."""
+    messages: list[Any]
+    response: Any
+    end: str | None
+
+
+class SegmentView(msgspec.Struct):
+    """A sample that the attempt is cut into as it stands now, whether trained or not."""
+
+    index: int
+    length: int
+    trained: int
+    prompt_len: int
+    break_reason: str
+    min_version: int
+    max_version: int
+    calls: list[int]
+    """``seq`` of the calls trained in it."""
+
+
+class SegmentsView(msgspec.Struct):
+    """``fault``: why the attempt gives none. ``untrained``: why the call with that ``seq`` is not trained."""
+
+    attempt_id: str
+    segments: list[SegmentView]
+    untrained: dict[int, str]
+    clipped: dict[int, int]
+    fault: str = ""
+    detail: str = ""
+
+
+class TokensView(msgspec.Struct):
+    """Tokens ``[offset, offset + len(ids))`` of a segment of ``length`` tokens. Where ``mask`` is 0, logprob
+    and version mean nothing. ``text``: each token's piece; null when the tokenizer is not known here."""
+
+    length: int
+    offset: int
+    ids: list[int]
+    mask: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    text: list[str] | None
 
 
 class PolicyView(msgspec.Struct):
@@ -216,6 +312,88 @@ class StepMetrics(msgspec.Struct):
     at: float
 
 
+class Alarm(msgspec.Struct):
+    """Something a person should look at: what is wrong, and what to do."""
+
+    level: Literal["error", "warning"]
+    name: str
+    what: str
+    mend: str
+
+
+class Rates(msgspec.Struct):
+    """Calls that began in the last ``window_s`` seconds and have ended. Tokens are per second."""
+
+    window_s: float
+    calls: float
+    """Per second."""
+    prompt_tokens: float
+    completion_tokens: float
+    failed: int
+    engine_ms: float | None
+    """Mean time of a call in the engine."""
+
+
+class TrainerView(msgspec.Struct):
+    """The newest session. ``alive``: its lease has not run out."""
+
+    phase: str
+    world_size: int
+    alive: bool
+    since: float
+
+
+class Overview(msgspec.Struct):
+    """Whether all is well, in one answer; computed at most once a second."""
+
+    version: str
+    now: float
+    last_event: int
+    run: RunView | None
+    checks: list[Check]
+    alarms: list[Alarm]
+    in_flight: int
+    """N: attempts that are to be in flight, of all runs."""
+    attempts: dict[str, int]
+    """Attempts that have not ended by state, of all runs."""
+    calls_running: int
+    calls_waiting: int
+    """Held before the engine."""
+    held: bool
+    rates: Rates
+    policy: PolicyView | None
+    trainer: TrainerView | None
+    failures: dict[str, int]
+    """``outcome/kind`` of the run's ended rollouts, and how many; without those completed."""
+    lost: dict[str, int]
+    """Kinds of infra failure of attempts made in the last quarter of an hour, of all runs."""
+    recent_attempts: int
+    infra_streak: int
+    breaker: int
+
+
+class Comparison(msgspec.Struct):
+    """Rollouts of one task or harness. ``pass_at_k``: the chance that one of k passes; ``pass_hat_k``: that all do;
+    mean over tasks with at least k valid rollouts. Means are per ended rollout."""
+
+    name: str
+    rollouts: int
+    ended: int
+    valid: int
+    passed: int
+    reward: float | None
+    k: int
+    pass_at_1: float | None
+    pass_at_k: float | None
+    pass_hat_k: float | None
+    calls: float | None
+    prompt_tokens: float | None
+    completion_tokens: float | None
+    seconds: float | None
+    attempts: float
+    failures: dict[str, int]
+
+
 class LogView(msgspec.Struct):
     attempt_id: str
     stream: str
@@ -226,5 +404,17 @@ class Page(msgspec.Struct):
     """One page of a list: rows, the cursor of the next page (None: the last), and the time it was read at."""
 
     items: list[Any]
+    next_cursor: str | None
+    as_of: float
+
+
+class RolloutPage(msgspec.Struct):
+    items: list[RolloutView]
+    next_cursor: str | None
+    as_of: float
+
+
+class EventPage(msgspec.Struct):
+    items: list[EventView]
     next_cursor: str | None
     as_of: float

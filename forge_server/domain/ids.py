@@ -28,6 +28,16 @@ def new_id(prefix: str) -> str:
     return f"{prefix}-{_base32(ms, 9)}{_base32(int.from_bytes(os.urandom(5), 'big'), 8)}"
 
 
+def first_id(prefix: str, at: float) -> str:
+    """Sorts before every id with the prefix that is made from ``at`` (Unix seconds) on."""
+    return f"{prefix}-{_base32(max(0, int(at * 1000) - _EPOCH_MS), 9)}"
+
+
+def first_call_id(at: float) -> int:
+    """The least call id that may be made from ``at`` (Unix seconds) on."""
+    return max(0, int(at * 1000) - _EPOCH_MS) << 22
+
+
 class CallIds:
     """Allocates call ids: 41 bits of milliseconds, 10 bits that tell processes apart, 12 bits of counter."""
 

@@ -1,21 +1,34 @@
-"""Lets event streams sleep until something is committed."""
+"""Lets event streams sleep until something is committed, and hands them the newest events without a read."""
 
 import asyncio
+from collections import deque
+from itertools import islice
 
 from forge_server.domain.events import EventRow
 
+KEPT = 4096
+
 
 class News:
-    """Hears committed events (subscribe it to the lifecycle); ``close`` ends every stream."""
+    """Hears committed events in commit order (subscribe it to the lifecycle); ``close`` ends every stream."""
 
     def __init__(self) -> None:
         self.count = 0
         self.over = False
         self._changed = asyncio.Event()
+        self._newest: deque[EventRow] = deque(maxlen=KEPT)
 
-    def __call__(self, _: EventRow) -> None:
+    def __call__(self, row: EventRow) -> None:
         self.count += 1
+        self._newest.append(row)
         self._wake()
+
+    def after(self, count: int) -> list[EventRow] | None:
+        """What was heard after the first ``count``; None when that is no longer kept."""
+        missed = self.count - count
+        if missed > len(self._newest):
+            return None
+        return list(islice(self._newest, len(self._newest) - missed, None))
 
     async def beyond(self, count: int, timeout_s: float) -> bool:
         """Wait until more than ``count`` commits were heard of, or the end; False when that took too long."""

@@ -38,7 +38,7 @@ class StoreReader:
     def rollouts(
         self, run: str | None = None, state: str | None = None, limit: int | None = None
     ) -> Iterator[s.RolloutView]:
-        return self._pages(views.rollouts, s.RolloutView, limit, run, state)
+        return self._pages(views.rollouts, s.RolloutView, limit, views.RolloutFilter(run=run, state=state))
 
     def rollout(self, rollout_id: str) -> s.RolloutDetail:
         return self._store.read_now(lambda c: views.rollout_detail(c, rollout_id))

@@ -70,7 +70,7 @@ def measure(folder: Path, *, seed: int, control: bool, minutes: float) -> Result
                 for row in connection.execute(steps)
             ]
             wanted = sa.select(t.rollouts).where(t.rollouts.c.run_id == run.id)
-            rollouts = [views.rollout_view(row) for row in connection.execute(wanted)]
+            rollouts = views.rollout_views(connection, connection.execute(wanted).all())
     finally:
         engine.dispose()
     rounds = [m.metrics for m in metrics if m.source == "eval"]

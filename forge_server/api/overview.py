@@ -1,0 +1,224 @@
+"""``GET /overview``: whether all is well, in one answer. Computed at most once a second, however many watch."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+import sqlalchemy as sa
+from litestar import get
+from litestar.params import FromQuery
+from sqlalchemy import Connection
+
+from forge_server import __version__
+from forge_server.api import views
+from forge_server.api.alarms import Facts, alarms
+from forge_server.api.health import Probe
+from forge_server.client import schemas as s
+from forge_server.domain import ids
+from forge_server.domain.outcome import Outcome
+from forge_server.domain.states import AttemptState, PolicyState
+from forge_server.store import tables as t
+from forge_server.store.database import Store
+
+FRESH_S = 1.0
+WINDOW_S = 60.0
+RECENT_S = 900.0
+
+
+class Traffic(Protocol):
+    """The proxy's gate."""
+
+    running: int
+    waiting: int
+
+    @property
+    def held(self) -> bool: ...
+
+
+def overview_routes(
+    store: Store,
+    probes: Sequence[Probe],
+    traffic: Traffic,
+    in_flight: Callable[[], int],
+    policy: str,
+    breaker: int,
+) -> list[Any]:
+    """``in_flight`` gives N."""
+    known: dict[str | None, tuple[float, s.Overview]] = {}
+    one_at_a_time = asyncio.Lock()
+
+    @get("/overview", summary="Whether all is well: counts, rates, alarms")
+    async def overview(run: FromQuery[str | None] = None) -> s.Overview:
+        async with one_at_a_time:
+            at, found = known.get(run, (0.0, None))
+            if found is None or time.monotonic() - at > FRESH_S:
+                found = await look(run)
+                if len(known) > 64:
+                    known.clear()
+                known[run] = (time.monotonic(), found)
+            return found
+
+    async def look(run: str | None) -> s.Overview:
+        checks = [await probe() for probe in probes]
+        now = time.time()
+        view, more = await store.read(lambda c: read(c, run, now, policy))
+        view.checks, view.breaker = checks, breaker
+        view.in_flight = in_flight()
+        view.calls_running, view.calls_waiting, view.held = traffic.running, traffic.waiting, traffic.held
+        view.alarms = alarms(
+            Facts(
+                checks=checks,
+                run=view.run,
+                trainer=view.trainer,
+                rejected=more.rejected,
+                infra_streak=view.infra_streak,
+                breaker=breaker,
+                lost=view.lost,
+                recent_attempts=view.recent_attempts,
+                held_s=more.held_s,
+                silence_s=0.0 if traffic.running or traffic.held else more.silence_s,
+                figures=more.figures,
+            )
+        )
+        return view
+
+    return [overview]
+
+
+class More(msgspec.Struct):
+    """What only the alarms need (see ``Facts``)."""
+
+    rejected: str
+    held_s: float
+    silence_s: float
+    figures: dict[str, float | None]
+
+
+def read(connection: Connection, run: str | None, now: float, policy: str) -> tuple[s.Overview, More]:
+    """What the database knows. Without ``run`` the newest that has not ended, else the newest. Raises NotFound."""
+    row = _run(connection, run)
+    states = connection.execute(
+        sa.select(t.attempts.c.state, sa.func.count())
+        .where(t.attempts.c.state.in_([state.value for state in AttemptState if state != "ended"]))
+        .group_by(t.attempts.c.state)
+    )
+    recent, lost = _recent(connection, now)
+    rates, last_call = _rates(connection, now)
+    versions = views.policies_of(connection, policy)
+    view = s.Overview(
+        version=__version__,
+        now=now,
+        last_event=connection.execute(sa.select(sa.func.max(t.events.c.id))).scalar() or 0,
+        run=views.run_view(connection, row) if row is not None else None,
+        checks=[],
+        alarms=[],
+        in_flight=0,
+        attempts={state: count for state, count in states},
+        calls_running=0,
+        calls_waiting=0,
+        held=False,
+        rates=rates,
+        policy=next((v for v in versions if v.state in (PolicyState.LIVE, PolicyState.LOADING)), None),
+        trainer=_trainer(connection, row.id, now) if row is not None else None,
+        failures=_failures(connection, row.id) if row is not None else {},
+        lost=lost,
+        recent_attempts=recent,
+        infra_streak=row.infra_streak if row is not None else 0,
+        breaker=0,
+    )
+    newest = versions[0] if versions else None
+    return view, More(
+        rejected=newest.reason if newest is not None and newest.state == PolicyState.REJECTED else "",
+        held_s=_held(connection, now),
+        silence_s=_silence(connection, now, last_call),
+        figures=_figures(connection, row.id) if row is not None else {},
+    )
+
+
+def _run(connection: Connection, run: str | None) -> Any:
+    if run is not None:
+        return views.run_row(connection, run)
+    c = t.runs.c
+    going = sa.case((c.state.in_(("active", "paused")), 0), else_=1)
+    external = sa.case((c.kind == "record", 1), else_=0)
+    return connection.execute(sa.select(t.runs).order_by(going, external, c.id.desc()).limit(1)).first()
+
+
+def _failures(connection: Connection, run_id: str) -> dict[str, int]:
+    c = t.rollouts.c
+    rows = connection.execute(
+        sa.select(c.outcome, c.kind, sa.func.count())
+        .where(c.run_id == run_id, c.state == "ended", c.outcome != Outcome.COMPLETED.value)
+        .group_by(c.outcome, c.kind)
+    )
+    return {f"{outcome}/{kind}": count for outcome, kind, count in rows}
+
+
+def _recent(connection: Connection, now: float) -> tuple[int, dict[str, int]]:
+    c = t.attempts.c
+    rows = connection.execute(
+        sa.select(c.outcome, c.kind, sa.func.count())
+        .where(c.id > ids.first_id("at", now - RECENT_S))
+        .group_by(c.outcome, c.kind)
+    ).all()
+    lost = {kind: count for outcome, kind, count in rows if outcome == Outcome.INFRA_FAILURE}
+    return sum(row[2] for row in rows), lost
+
+
+def _rates(connection: Connection, now: float) -> tuple[s.Rates, float]:
+    c = t.calls.c
+    row = connection.execute(
+        sa.select(
+            sa.func.count(c.ended_at),
+            sa.func.sum(c.prompt_len),
+            sa.func.sum(c.completion_len),
+            sa.func.sum(sa.case((c.end == "ok", 0), (c.end.is_(None), 0), else_=1)),
+            sa.func.avg(c.engine_ms),
+            sa.func.max(c.began_at),
+        ).where(c.id > ids.first_call_id(now - WINDOW_S))
+    ).one()
+    calls, prompt, completion, failed, engine_ms, last = row
+    return s.Rates(
+        window_s=WINDOW_S,
+        calls=calls / WINDOW_S,
+        prompt_tokens=(prompt or 0) / WINDOW_S,
+        completion_tokens=(completion or 0) / WINDOW_S,
+        failed=failed or 0,
+        engine_ms=engine_ms,
+    ), last or 0.0
+
+
+def _trainer(connection: Connection, run_id: str, now: float) -> s.TrainerView | None:
+    c = t.trainer_sessions.c
+    query = sa.select(t.trainer_sessions).where(c.run_id == run_id).order_by(c.fence.desc()).limit(1)
+    row = connection.execute(query).first()
+    if row is None:
+        return None
+    return s.TrainerView(
+        phase=row.phase, world_size=row.world_size, alive=row.lease_until > now, since=row.created_at
+    )
+
+
+def _held(connection: Connection, now: float) -> float:
+    c = t.holds.c
+    begin = connection.execute(sa.select(sa.func.min(c.begin_at)).where(c.end_at.is_(None))).scalar()
+    return now - begin if begin is not None else 0.0
+
+
+def _silence(connection: Connection, now: float, last_call: float) -> float:
+    """Since the last call, or since the first harness of those that run began, whichever is later."""
+    c = t.attempts.c
+    query = sa.select(sa.func.min(c.running_at)).where(c.state == AttemptState.RUNNING.value)
+    began = connection.execute(query).scalar()
+    return now - max(began, last_call) if began is not None else 0.0
+
+
+def _figures(connection: Connection, run_id: str) -> dict[str, float | None]:
+    c = t.step_metrics.c
+    figures: dict[str, float | None] = {}
+    for source in ("controller", "trainer"):
+        query = sa.select(c.metrics).where(c.run_id == run_id, c.source == source)
+        figures |= connection.execute(query.order_by(c.step.desc()).limit(1)).scalar() or {}
+    return figures
