@@ -357,6 +357,12 @@ class Server:
                 stop_grace_s=settings.scheduler.grace_s,
             ),
         )
+        self.watch: EngineWatch | None = None
+        if not isinstance(self.engine, _NoEngine):
+            self.watch = EngineWatch(
+                self.engine, self.gate, self.lifecycle.apply, lambda ready: self.scheduler.suspend(not ready)
+            )
+            await self.watch.look()  # before a listener opens: whoever asked a former life waits at the gate
         cohorts = Cohorts(self.store, self.lifecycle)
         evaluation = Evaluation(self.store, cohorts)
         swapper = Swapper(
@@ -581,11 +587,8 @@ class Server:
         for run in self.settings.run:
             await self.runs.check(run)
         self._keep("deliveries", self.sessions.run())
-        if not isinstance(self.engine, _NoEngine):
-            watch = EngineWatch(
-                self.engine, self.gate, self.lifecycle.apply, lambda ready: self.scheduler.suspend(not ready)
-            )
-            self._keep("engine watch", watch.run())
+        if self.watch is not None:
+            self._keep("engine watch", self.watch.run())
         self.scheduler.suspend(True)
         await self.scheduler.start()
         await self.controller.start()

@@ -34,7 +34,8 @@ class Gate(Protocol):
 
 
 class EngineWatch:
-    """``launches`` is told whether new attempts make sense. Run as a task, until cancelled."""
+    """``launches`` is told whether new attempts make sense. Look once before calls come in, then run it as a task,
+    until cancelled."""
 
     def __init__(
         self,
@@ -44,17 +45,21 @@ class EngineWatch:
         launches: Callable[[bool], Any],
     ) -> None:
         self._engine, self._gate, self._apply, self._launches = engine, gate, apply, launches
+        self._held = False
 
     async def run(self) -> None:
-        held = False
         while True:
-            if self._engine.ready == held:
-                try:
-                    await self._turn(held)
-                    held = not held
-                except StoreError as error:  # the hold is a row first; the next look tries again
-                    log.error("the engine's hold is not written", error=str(error))
+            await self.look()
             await asyncio.sleep(LOOK_S)
+
+    async def look(self) -> None:
+        """On return calls are held if the engine is away."""
+        if self._engine.ready == self._held:
+            try:
+                await self._turn(self._held)
+                self._held = not self._held
+            except StoreError as error:  # the hold is a row first; the next look tries again
+                log.error("the engine's hold is not written", error=str(error))
 
     async def _turn(self, held: bool) -> None:
         if held:
