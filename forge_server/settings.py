@@ -21,6 +21,8 @@ Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=10**9)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+Price = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+Gpus = Annotated[int, msgspec.Meta(ge=0, le=100_000)]
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -185,6 +187,19 @@ class HarnessSettings(Section, frozen=True):
     paths: tuple[str, ...] = ()
 
 
+class CostSettings(Section, frozen=True):
+    """``[cost]``: what an hour costs, so that runs can be priced."""
+
+    currency: str = "USD"
+    gpu_hour: Price = 0.0
+    engine_gpus: Gpus = 1
+    """GPUs that the engine has while a run goes on."""
+    trainer_gpus: Gpus = 1
+    """GPUs that a trainer has while its session lasts; 0: it shares the engine's."""
+    pod_hour: dict[str, Price] = {}
+    """Backend -> price of one attempt for an hour: ``local``, ``kubernetes``."""
+
+
 class SecuritySettings(Section, frozen=True):
     """``[security]``: the admin key; empty: made at first start and kept in the data folder with mode 0600."""
 
@@ -203,6 +218,7 @@ class Settings(Section, frozen=True, kw_only=True):
     kubernetes: KubernetesSettings = KubernetesSettings()
     trainer: TrainerSettings = TrainerSettings()
     harness: HarnessSettings = HarnessSettings()
+    cost: CostSettings = CostSettings()
     security: SecuritySettings = SecuritySettings()
     run: tuple[RunSettings, ...] = ()
     folder: str = "."

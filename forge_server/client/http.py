@@ -15,6 +15,7 @@ import httpx
 import msgspec
 
 from forge_server.client import schemas as s
+from forge_server.client.cost import Cost
 from forge_server.domain.errors import ConfigError, ForgeError, Unauthorized
 
 T = TypeVar("T")
@@ -223,6 +224,9 @@ class ForgeClient:
     def overview(self, run: str | None = None) -> s.Overview:
         """Of a run, or of the one that matters most at the moment."""
         return self.call("GET", "/api/v1/overview", s.Overview, run=run)
+
+    def cost(self, run: str) -> Cost:
+        return self.call("GET", f"/api/v1/runs/{_word(run)}/cost", Cost)
 
     # --- tasks
     def create_tasks(self, body: s.TaskCreate) -> s.TasksCreated:
