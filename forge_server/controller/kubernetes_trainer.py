@@ -6,6 +6,7 @@ forge-server. A Job may start its pod twice; the session's fence tells which tra
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,12 +15,15 @@ import structlog
 
 from forge_server.assets import stage_package
 from forge_server.controller.launcher import LOG, Trainer, TrainerJob, last_words
-from forge_server.domain.errors import ClusterError
+from forge_server.domain.errors import ClusterError, ConfigError
 
 log = structlog.get_logger(__name__)
 
 URL = "forge-server/url"
 """Annotation of the Job."""
+
+REFUSED_S = 30.0
+"""An API server that has just started refuses what it allows once it has read who may do what."""
 
 _LOOK_S = 2.0
 _PAUSE_MAX_S = 15.0
@@ -56,12 +60,17 @@ class KubernetesLauncher:
     """``render`` fills the template for a job of this name; ``staging`` is a folder of ours on the shared volume."""
 
     def __init__(
-        self, jobs: Jobs, render: Callable[[TrainerJob, str], list[dict[str, Any]]], staging: Path
+        self,
+        jobs: Jobs,
+        render: Callable[[TrainerJob, str], list[dict[str, Any]]],
+        staging: Path,
+        *,
+        refused_s: float = REFUSED_S,
     ) -> None:
-        self._jobs, self._render, self._staging = jobs, render, staging
+        self._jobs, self._render, self._staging, self._refused_s = jobs, render, staging, refused_s
 
     async def launch(self, job: TrainerJob) -> Trainer:
-        name, pause = name_of(job.run_id), 0.5
+        name, pause, began = name_of(job.run_id), 0.5, time.monotonic()
         while True:
             try:
                 found = await self._jobs.state(name)
@@ -71,7 +80,9 @@ class KubernetesLauncher:
                 await self._jobs.delete(name, name)
                 await self._start(job, name)
                 break
-            except ClusterError as error:  # it was away before and will be again: no reason to end a run
+            except (ClusterError, ConfigError) as error:  # it will be away again: no reason to end a run
+                if isinstance(error, ConfigError) and time.monotonic() - began > self._refused_s:
+                    raise
                 log.warning("the trainer cannot be started yet", run=job.run_id, error=str(error))
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _PAUSE_MAX_S)
@@ -99,7 +110,7 @@ class _JobTrainer:
                     return "its Job was deleted"
                 if found.ended:
                     return await self._why(found.ended)
-            except ClusterError:
+            except (ClusterError, ConfigError):
                 pass  # its lease tells meanwhile whether it lives
             await asyncio.sleep(_LOOK_S)
 

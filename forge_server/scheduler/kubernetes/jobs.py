@@ -24,6 +24,7 @@ log = structlog.get_logger(__name__)
 LOG_TAIL = 64 * 1024
 _LOOK_S = 0.5
 _LEAVING_S = 90.0
+_REFUSED_S = 10.0
 _STUCK = (Fact.IMAGE_PULL, Fact.LAUNCH_FAILED)
 
 
@@ -128,8 +129,8 @@ class Jobs:
 
     async def delete(self, name: str, secret: str) -> None:
         """Delete the Job, its pods and its Secret; none is left on return, unless the cluster does not answer for
-        long: then what is left is told in the log."""
-        until = time.monotonic() + _LEAVING_S
+        long: then what is left is told in the log. Raises ConfigError when it goes on refusing."""
+        began = time.monotonic()
         while True:
             try:
                 if not await self._delete_job(name):
@@ -137,10 +138,10 @@ class Jobs:
                     return
                 why = "it is still there"
             except ApiError as error:
-                if not error.transient:
+                if not error.transient and time.monotonic() - began > _REFUSED_S:
                     raise self._told(error, "the Job cannot be deleted") from None
                 why = str(error)
-            if time.monotonic() > until:
+            if time.monotonic() - began > _LEAVING_S:
                 log.warning("a trainer's Job could not be deleted", job=name, reason=why)
                 return
             await asyncio.sleep(_LOOK_S)
