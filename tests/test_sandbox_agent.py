@@ -387,6 +387,33 @@ def test_the_level_without_namespaces_still_hides_the_runner(tmp_path):
         shutil.rmtree(folder)
 
 
+def test_who_forks_faster_than_it_can_be_listed_is_dead_too(tmp_path):
+    """At the levels without a process namespace: twenty chains of processes, each of which lives for an instant."""
+    folder = tempfile.mkdtemp()
+    os.chmod(folder, 0o755)
+    lab = Lab(Path(folder))
+    script = """
+    import os
+    for _ in range(20):
+        if os.fork() == 0:
+            os.setsid()
+            while True:
+                if os.fork():
+                    os._exit(0)
+    """
+    given = plan(
+        ["/usr/bin/python3", "-I", "-S", "-c", textwrap.dedent(script)], verify_argv=["sh", "/tests/test.sh"]
+    )
+    try:
+        with FakePod(given, verifier=verifier_tar("echo 1 > $FORGE_LOGS/reward.txt\n")) as pod:
+            lab.run(pod, level="user", python="/usr/bin/python3", read_only=[])
+        assert reward(pod) == [1.0], pod.of("finish")
+        assert processes_of(UID) == []
+    finally:
+        lab.close()
+        shutil.rmtree(folder)
+
+
 def test_a_server_that_is_not_root_has_a_sandbox_too():
     """The harness keeps the server's user, in a user namespace; processes and network are as private."""
     folder = Path(tempfile.mkdtemp())

@@ -32,6 +32,7 @@ RELAY_PORT = 41000
 SCRATCH_BYTES = 1 << 30  # of /tmp, which is memory
 HOME = "/home/agent"
 FORGE = "/forge"
+_HUNTER = 65521  # a user id that no process has: what it is, it may signal
 _POD_CGROUPS = ("/sys/fs/cgroup/memory", "/sys/fs/cgroup")  # a container's own, version 1 and 2
 _SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _ETC = ("alternatives", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "mime.types", "ssl")
@@ -161,8 +162,7 @@ class Child:
 
         uid = self.box.uid if self.box.own_user else -1
         resource.prlimit(self._main, resource.RLIMIT_CORE, (0, 0))
-        # counted per user of the machine, so only where the user is the attempt's own: pods of a node share one
-        if uid >= 0 and max_processes and not self.box.in_place:
+        if uid >= 0 and max_processes:  # counted per user of the machine; the user is the attempt's own
             resource.prlimit(self._main, resource.RLIMIT_NPROC, (max_processes, max_processes))
         order = marshal.dumps((argv, env, cwd, uid, stdin))
         self._channel.sendall(len(order).to_bytes(4, "big") + order)
@@ -285,13 +285,41 @@ def _parents(path: str) -> list[str]:
 
 
 def kill_user(uid: int) -> None:
-    """SIGKILL every process of a user until there is none (bounded by 30 s)."""
+    """SIGKILL every process of a user until there is none. Raises ChildFailed when some are left after 30 s.
+
+    All at once and not one after the other: who forks faster than its processes can be listed would escape. The
+    kernel lets nobody fork while it signals; the signaller is a process that may signal this user's and that this
+    user may not.
+    """
     give_up = time.monotonic() + 30
-    while (pids := processes_of(uid)) and time.monotonic() < give_up:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    while True:
+        try:
+            hunter = os.fork()
+        except OSError:  # there is no process to be had: make room
+            _kill_each(uid)
+        else:
+            if hunter == 0:
+                try:
+                    os.setresuid(_HUNTER, uid, -1)
+                    os.kill(-1, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+                except OSError:  # in a user namespace that has no such id
+                    _kill_each(uid)
+                finally:
+                    os._exit(0)
+            os.waitpid(hunter, 0)
+        if not (left := processes_of(uid)):
+            return
+        if time.monotonic() > give_up:
+            raise ChildFailed(f"{len(left)} processes of the agent do not die")
         time.sleep(0.01)
+
+
+def _kill_each(uid: int) -> None:
+    for pid in processes_of(uid):
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def processes_of(uid: int) -> list[int]:

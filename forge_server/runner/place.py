@@ -5,13 +5,17 @@ from __future__ import annotations
 import binascii
 import os
 import re
+import sys
 
 from .confine import HOME, Box
+from .scrub import SYSTEM
 
 TYPE_CHECKING = False  # without importing typing: every attempt would pay for it
 if TYPE_CHECKING:
     from typing import Any
 
+_OURS = ("/forge", "/forge-join", "/forge-attempt", "/tests", "/logs", "/proc", "/sys", "/dev")
+PATH = "/usr/local/bin:/usr/bin:/bin"
 PLACEHOLDER = re.compile(r"\{(base_url|agent_key|model|instruction|workdir|home|env|python|forge)\}")
 
 
@@ -23,21 +27,55 @@ def fill(text: str, values: dict[str, str]) -> str:
 def make_folders(box: Box) -> None:
     """The attempt's folder, with ``work`` and ``home`` owned by the agent's user, and a small ``/etc``.
 
-    In a pod the work folder may come with the image: what is in it becomes the agent's.
+    In a pod the work folder may come with the image: what is in it becomes the agent's. Raises ValueError for one
+    that must not.
     """
     os.makedirs(box.root, mode=0o711, exist_ok=True)
     if box.in_place:
-        os.makedirs(box.path("work"), exist_ok=True)
-        box.give_all(box.path("work"))
-    else:
-        folder(box, "work", owned=True)
-    folder(box, "home", owned=True)
-    if box.in_place:
+        work = box.path("work")
+        refuse_system(work)
+        os.makedirs(work, exist_ok=True)
+        box.give_all(work)
+        folder(box, "home", owned=True)
+        name_user(box)
         return
+    folder(box, "work", owned=True)
+    folder(box, "home", owned=True)
     uid = box.uid if box.own_user else 1000
     _plain(box.path("passwd"), f"root:x:0:0:root:/root:/bin/sh\nagent:x:{uid}:{uid}:agent:{HOME}:/bin/sh\n")
     _plain(box.path("group"), f"root:x:0:\nagent:x:{uid}:\n")
     _plain(box.path("hosts"), "127.0.0.1 localhost forge\n")
+
+
+def refuse_system(work: str) -> None:
+    """Raise ValueError for a work folder in a pod that would give the agent what is ours or the system's."""
+    real = os.path.realpath(work).rstrip("/") + "/"
+    within = any(real.startswith(f"{place}/") for place in _OURS)
+    if within or any(f"{place}/".startswith(real) for place in (*_OURS, *SYSTEM)):
+        raise ValueError(
+            f"the work folder {work} holds more than the task: give the task a folder of its own, such as /workspace"
+        )
+
+
+def name_user(box: Box) -> None:
+    """In a pod: a line for the agent's user in the image's ``/etc/passwd``, without which some programs fail."""
+    try:
+        os.makedirs("/etc", exist_ok=True)
+        with open("/etc/passwd", "a+") as file:
+            file.seek(0)
+            if not any(line.split(":")[2:3] == [str(box.uid)] for line in file):
+                file.write(f"agent:x:{box.uid}:{box.uid}:agent:{box.path('home')}:/bin/sh\n")
+    except OSError as error:  # an image that is mounted read-only
+        sys.stderr.write(f"runner: the agent's user has no name: {error}\n")
+
+
+def shell() -> str:
+    """The image's bash, else its sh. Raises ValueError when it has neither."""
+    for name in ("bash", "sh"):
+        for place in PATH.split(":"):
+            if os.access(f"{place}/{name}", os.X_OK):
+                return f"{place}/{name}"
+    raise ValueError(f"the task's image has neither bash nor sh in {PATH}, so that no verifier can run")
 
 
 def folder(box: Box, name: str, *, owned: bool) -> str:

@@ -42,8 +42,9 @@ def enter(fd: int, port: int) -> None:
             os.write(file, stdin)
             os.lseek(file, 0, os.SEEK_SET)
             os.dup2(file, 0)
-        with open("/proc/self/oom_score_adj", "w") as score:  # memory runs out: the agent dies, not its runner
-            score.write("800")
+        # memory runs out: the agent dies, not its runner, which a kubelet may have given as much as 999 already
+        with open("/proc/self/oom_score_adj", "w") as score:
+            score.write("1000")
         if uid >= 0:
             os.setgroups([])
             os.setresgid(uid, uid, uid)

@@ -1,25 +1,32 @@
-"""Makes the ``/forge`` tree: a Python and our packed programs that run in any Linux image, whatever is in it.
+"""Makes the ``/forge`` tree: a Python, our programs and a harness, which run in any Linux image, whatever is in it.
 
-It is Debian's own Python with the libraries and the loader that it needs; the program is told to load them from the
-tree and nowhere else, so that neither the image's libc (musl, or none) nor its Python matters. Made once, when the
-runner's image is built; needs ``patchelf`` and the system's ``python3``.
+It is Debian's own Python with the libraries and the loader that it needs; every program is told to load them from the
+tree and nowhere else, so that neither the image's libc (musl, or none) nor its Python matters. Made once, when an
+image is built; needs ``patchelf`` and the system's ``python3``.
 
-    python -m forge_server.runner.tree FOLDER [PROGRAM...]
+    python -m forge_server.runner.tree FOLDER [ENVIRONMENT]
 
-Further PROGRAMs (``node``) are told the same: they become runnable wherever the tree is mounted at ``/forge``.
+FOLDER will be seen as ``/forge``. ENVIRONMENT, a harness's as ``forge-server env create`` makes it, is copied to
+``/forge/env`` and made to work there: its programs (``node``) are told where their loader is, its scripts where their
+interpreter is, and a virtual environment whose it is.
 """
 
+import contextlib
+import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from forge_server.runner.pack import pack
 
 PLACE = "/forge"
+SYSTEM_PYTHON = Path("/usr/bin/python3")
 _LEFT_OUT = (
     "test",
+    "tests",
     "idlelib",
     "tkinter",
     "lib2to3",
@@ -28,51 +35,150 @@ _LEFT_OUT = (
     "turtledemo",
     "__pycache__",
     "config-*",
+    "site-packages",
+    "dist-packages",
 )
 _LIBRARY = re.compile(r"(?P<name>\S+) => (?P<path>/\S+)|(?P<loader>/\S*ld-linux\S*)")
+_SHEBANG = re.compile(rb"#![ \t]*(?:/usr/bin/env[ \t]+(?:-S[ \t]+)?)?(\S+)")
 
 
-def make(into: Path, programs: list[Path]) -> None:
-    """Write the tree into ``into``, which will be seen as ``/forge``; ``programs`` are changed where they lie."""
-    python = Path("/usr/bin/python3").resolve()
+def make(into: Path, environment: Path | None = None) -> None:
+    """Write the tree, which must not be there yet."""
+    python = SYSTEM_PYTHON.resolve()
     version = python.name  # python3.11
     (into / "bin").mkdir(parents=True)
     (into / "lib").mkdir()
     shutil.copy2(python, into / "bin" / "python3")
-    stdlib = Path("/usr/lib") / version
-    shutil.copytree(stdlib, into / "lib" / version, ignore=shutil.ignore_patterns(*_LEFT_OUT))
-    extensions = sorted((into / "lib" / version / "lib-dynload").glob("*.so"))
-    loader = ""
-    for program in (into / "bin" / "python3", *extensions, *programs):
-        loader = _bring(program, into / "lib") or loader
-    for program in (into / "bin" / "python3", *programs):
-        _patch(
-            "--set-interpreter",
-            f"{PLACE}/lib/{loader}",
-            "--force-rpath",
-            "--set-rpath",
-            f"{PLACE}/lib",
-            program,
-        )
+    _copy_library(Path("/usr/lib") / version, into / "lib" / version)
+    own = [into / "bin" / "python3", *(into / "lib" / version / "lib-dynload").glob("*.so")]
+    for file in own:
+        _settle(file, into / "lib", within=into)
+    if environment is not None:
+        _bring_environment(environment.absolute(), into, version)
     pack(into)
 
 
-def _bring(program: Path, lib: Path) -> str:
-    """Copy the libraries that a program loads, and those that these load; returns the loader's name."""
-    listed = subprocess.run(["ldd", program], capture_output=True, text=True).stdout
-    loader = ""
+def _bring_environment(source: Path, into: Path, version: str) -> None:
+    env = into / "env"
+    shutil.copytree(source, env, symlinks=True)
+    if (env / "pyvenv.cfg").exists():
+        _bring_venv(source, into, version)
+    for file in _files(env):
+        if _is_program(file):
+            _settle(file, into / "lib", within=env)
+        elif os.access(file, os.X_OK):
+            _mend_script(file, source, env)
+    for link in [path for path in env.rglob("*") if path.is_symlink()]:
+        target = os.readlink(link)
+        if target.startswith(f"{source}/"):
+            _link(link, f"{PLACE}/env{target.removeprefix(str(source))}")
+
+
+def _bring_venv(source: Path, into: Path, version: str) -> None:
+    """A virtual environment borrows an installation's interpreter and standard library: the tree's own where the
+    version is the same, else that installation comes along."""
+    env = into / "env"
+    base = Path(os.path.realpath(source / "bin" / "python"))
+    home, interpreter = f"{PLACE}/bin", "python3"
+    if base.name != version:
+        home, interpreter = f"{PLACE}/env/base/bin", base.name
+        (env / "base" / "bin").mkdir(parents=True)
+        shutil.copy2(base, env / "base" / "bin")
+        _copy_library(base.parents[1] / "lib" / base.name, env / "base" / "lib" / base.name)
+    for link in (env / "bin").glob("python*"):
+        if link.is_symlink():
+            _link(link, f"{home}/{interpreter}")
+    lines = (env / "pyvenv.cfg").read_text().splitlines()
+    kept = [line for line in lines if line.split(" ")[0] not in ("home", "executable", "command")]
+    (env / "pyvenv.cfg").write_text("\n".join([f"home = {home}", *kept]) + "\n")
+
+
+def _copy_library(source: Path, target: Path) -> None:
+    """A standard library with its byte code, which nobody could write later."""
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns(*_LEFT_OUT))
+    python = source.parents[1] / "bin" / source.name
+    compiling = [python, "-I", "-m", "compileall", "-q", "--invalidation-mode", "unchecked-hash", target]
+    subprocess.run(compiling, check=True)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for root, _, names in os.walk(folder):
+        for name in names:
+            path = Path(root, name)
+            if path.is_file() and not path.is_symlink():
+                yield path
+
+
+def _head(file: Path, size: int) -> bytes:
+    with file.open("rb") as opened:
+        return opened.read(size)
+
+
+def _is_program(file: Path) -> bool:
+    """Whether it is a program or library of this machine's kind."""
+    wanted, found = _head(SYSTEM_PYTHON, 20), _head(file, 20)
+    return found[:6] == wanted[:6] and found[18:20] == wanted[18:20]
+
+
+def _settle(file: Path, lib: Path, *, within: Path) -> None:
+    """Copy into ``lib`` what a program or library loads from outside ``within``, and tell a program to look there.
+
+    A library finds it by the program that loads it, unless it has a path of its own.
+    """
+    # of static programs and those for musl it lists nothing
+    listed = subprocess.run(["ldd", file], capture_output=True, text=True).stdout
+    loader, needs = "", False
     for found in _LIBRARY.finditer(listed):
         path = Path(found["path"] or found["loader"])
+        if path.is_relative_to(within):
+            continue
+        needs = True
         if found["loader"]:
             loader = path.name
         if not (lib / path.name).exists():
             shutil.copy2(path.resolve(), lib / path.name)
-    return loader
+    interpreter = _asked(file, "--print-interpreter")
+    if loader and "ld-linux" in interpreter:
+        path_there = f"{PLACE}/lib/{loader}"
+        _patch(file, "--set-interpreter", path_there, "--force-rpath", "--set-rpath", f"{PLACE}/lib")
+    elif needs and not interpreter and _asked(file, "--print-rpath"):
+        _patch(file, "--add-rpath", f"{PLACE}/lib")
 
 
-def _patch(*words: object) -> None:
-    subprocess.run(["patchelf", *map(str, words)], check=True)
+def _asked(file: Path, question: str) -> str:
+    answer = subprocess.run(["patchelf", question, file], capture_output=True, text=True)
+    return answer.stdout.strip() if answer.returncode == 0 else ""
+
+
+def _patch(file: Path, *words: str) -> None:
+    with contextlib.ExitStack() as stack:
+        if not os.access(file, os.W_OK):
+            mode = file.stat().st_mode
+            file.chmod(mode | 0o200)
+            stack.callback(file.chmod, mode)
+        subprocess.run(["patchelf", *words, str(file)], check=True)
+
+
+def _mend_script(file: Path, source: Path, env: Path) -> None:
+    """Programs of the environment are called by their place: an image may have no ``/usr/bin/env``."""
+    head = _SHEBANG.match(_head(file, 512))
+    if head is None:
+        return
+    called = Path(os.fsdecode(head[1]))
+    if called.is_absolute() and not called.is_relative_to(source):
+        return
+    name = called.name
+    if not os.path.lexists(env / "bin" / name):
+        return
+    stat = file.stat()
+    file.write_bytes(f"#!{PLACE}/env/bin/{name}".encode() + file.read_bytes()[head.end() :])
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def _link(link: Path, target: str) -> None:
+    link.unlink()
+    link.symlink_to(target)
 
 
 if __name__ == "__main__":
-    make(Path(sys.argv[1]), [Path(word) for word in sys.argv[2:]])
+    make(Path(sys.argv[1]), Path(sys.argv[2]) if len(sys.argv) > 2 else None)
