@@ -36,7 +36,7 @@ VALUES: dict[str, Any] = {
 def runner_image(folder: Path) -> Path:
     """The image that brings the ``/forge`` tree."""
     root = folder / "runner"
-    tree.make(root / "forge", [])
+    tree.make(root / "forge")
     return images.pack(root, RUNNER, folder / "runner.tar", ["/forge/bin/python3"])
 
 
