@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint bench prove-1 prove-2 prove-images clean
+.PHONY: demo test lint bench prove-1 prove-2 prove-3 prove-images clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -33,6 +33,9 @@ prove-2: $(VENV)/.installed ## every installed harness in record and in splice m
 	$(BIN)/python -m tests.prove.harnesses
 	$(BIN)/python -m tests.prove.harnesses --plain --reasoning
 	$(BIN)/python -m tests.prove.fuzz
+
+prove-3: $(VENV)/.installed ## the demo on a real Kubernetes cluster (an hour)
+	$(BIN)/python -m tests.prove.cluster
 
 prove-images: $(VENV)/.installed ## pictures through a real vLLM with a tiny vision model (minutes; wants torchvision)
 	$(BIN)/python -m tests.prove.images
