@@ -89,6 +89,8 @@ class Result:
     """What the model said to each call, as a chat message."""
     looked_up: tuple[str, ...]
     """Hosts that something in the sandbox tried to resolve, sorted."""
+    stopped_by: str
+    """Why the runner stopped the harness; empty: it ended by itself."""
 
     def askings(self) -> list[Asking]:
         """The requests for completions, for the oracle; which of them are side calls or came to nothing, and what was
@@ -374,6 +376,7 @@ class Lab:
             rollout_id=rollout.id,
             seconds=seconds,
             looked_up=tuple(sorted({host for host in lookups.hosts if host != "localhost"})),
+            stopped_by=((attempt.evidence or {}).get("finish") or {}).get("stopped_by", ""),
             answers=[view.response for view in self.client.calls(rollout.id, messages=True)],
         )
 
@@ -384,7 +387,7 @@ def verifier(expect: Mapping[str, str]) -> str:
     for path, text in expect.items():
         packed = base64.b64encode(text.encode()).decode()
         lines.append(
-            f"base64 -d <<< {packed or chr(39) * 2} | cmp -s - {shlex.quote(path)} || "
+            f"echo {packed} | base64 -d | cmp -s - {shlex.quote(path)} || "
             f"{{ r=0; echo {shlex.quote(path)} differs; head -c 500 {shlex.quote(path)}; }}"
         )
     return "\n".join([*lines, "echo $r > /logs/verifier/reward.txt", ""])

@@ -14,7 +14,6 @@ from kube.cluster import Cluster
 from scheduler_rig import Rig, rig
 
 from forge_server import assets
-from forge_server.runner import tree
 from forge_server.scheduler.kubernetes.backend import KubernetesBackend, KubernetesOptions
 from forge_server.scheduler.kubernetes.client import Pods
 from forge_server.scheduler.kubernetes.manifests import Templates

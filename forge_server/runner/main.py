@@ -18,7 +18,7 @@ import time
 
 from .confine import FORGE, HOME, Box, Child, kill_user, oom_kills
 from .control import Control, Offline, Refused, Unreachable
-from .place import PATH, fill, folder, make_folders, shell, write_files
+from .place import PATH, fill, folder, make_folders, write_files
 from .relay import Relay
 from .scrub import scrub
 from .verify import Verdict, unpack, verdict
@@ -178,8 +178,6 @@ class Attempt:
     def _run_harness(self) -> None:
         """Run the harness to its end or to the stop; on return every agent process is dead."""
         plan, values = self.plan, self.values
-        if self.box.in_place:
-            shell()  # a verifier that cannot start must not be found out when it is the agent's fault
         make_folders(self.box)
         binds = [(self.box.path("work"), values["workdir"], True), (self.box.path("home"), HOME, True)]
         self.child = child = Child(self.box, binds, door=True)
@@ -232,8 +230,6 @@ class Attempt:
         env["FORGE_TESTS"] = "/tests" if box.wrapped else tests
         env["FORGE_LOGS"] = "/logs/verifier" if box.wrapped else out
         argv = plan["verify_argv"]
-        if box.in_place and argv[0] == "bash":
-            argv = [shell(), *argv[1:]]
         if not (box.wrapped or box.in_place):  # without mounts of its own, /tests is somewhere else
             argv = [tests + a.removeprefix("/tests") if a.startswith("/tests/") else a for a in argv]
         child.go(argv, env, inside, stdin=None, max_processes=plan["limits"]["pids"])

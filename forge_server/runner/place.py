@@ -69,15 +69,6 @@ def name_user(box: Box) -> None:
         sys.stderr.write(f"runner: the agent's user has no name: {error}\n")
 
 
-def shell() -> str:
-    """The image's bash, else its sh. Raises ValueError when it has neither."""
-    for name in ("bash", "sh"):
-        for place in PATH.split(":"):
-            if os.access(f"{place}/{name}", os.X_OK):
-                return f"{place}/{name}"
-    raise ValueError(f"the task's image has neither bash nor sh in {PATH}, so that no verifier can run")
-
-
 def folder(box: Box, name: str, *, owned: bool) -> str:
     """Make a folder of the attempt; returns its path. What an image has in its place is removed."""
     path = box.path(name)

@@ -1,8 +1,9 @@
 """Makes the ``/forge`` tree: a Python, our programs and a harness, which run in any Linux image, whatever is in it.
 
-It is Debian's own Python with the libraries and the loader that it needs; every program is told to load them from the
-tree and nowhere else, so that neither the image's libc (musl, or none) nor its Python matters. Made once, when an
-image is built; needs ``patchelf`` and the system's ``python3``.
+It is Debian's own Python, and its bash for verifiers and harnesses that count on one, with the libraries and the loader
+that they need; every program is told to load them from the tree and nowhere else, so that neither the image's libc
+(musl, or none) nor its Python matters. Made once, when an image is built; needs ``patchelf`` and the system's
+``python3``.
 
     python -m forge_server.runner.tree FOLDER [ENVIRONMENT]
 
@@ -24,6 +25,7 @@ from forge_server.runner.pack import pack
 
 PLACE = "/forge"
 SYSTEM_PYTHON = Path("/usr/bin/python3")
+BASH = Path("/bin/bash")
 _LEFT_OUT = (
     "test",
     "tests",
@@ -50,7 +52,8 @@ def make(into: Path, environment: Path | None = None) -> None:
     (into / "lib").mkdir()
     shutil.copy2(python, into / "bin" / "python3")
     _copy_library(Path("/usr/lib") / version, into / "lib" / version)
-    own = [into / "bin" / "python3", *(into / "lib" / version / "lib-dynload").glob("*.so")]
+    shutil.copy2(BASH, into / "bin" / "bash")
+    own = [into / "bin" / "python3", into / "bin" / "bash", *(into / "lib" / version / "lib-dynload").glob("*.so")]
     for file in own:
         _settle(file, into / "lib", within=into)
     if environment is not None:

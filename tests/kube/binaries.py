@@ -11,11 +11,21 @@ from forge_server.environments import cache_folder
 HERE = Path(__file__).resolve().parent
 PACKED = "k8s-1.20.2-hyper.xz"
 COMPONENTS = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet")
-NEEDED = ("containerd", "ctr", "runc", "etcd", "busybox", "openssl", "ip", "unshare", "nsenter")
-PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-PACKAGES = (
-    "containerd runc etcd-server containernetworking-plugins busybox-static iproute2 openssl xz-utils gcc"
+NEEDED = (
+    "containerd",
+    "ctr",
+    "runc",
+    "etcd",
+    "busybox",
+    "openssl",
+    "ip",
+    "unshare",
+    "nsenter",
+    "patchelf",
+    "musl-gcc",
 )
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+PACKAGES = "containerd runc etcd-server containernetworking-plugins busybox-static iproute2 openssl xz-utils gcc musl-tools patchelf"
 
 
 def binaries() -> Path:

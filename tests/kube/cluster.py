@@ -86,9 +86,9 @@ class Cluster:
             _remove_cgroup(_CGROUPS / controller / self._cgroup)
         shutil.rmtree(self.state, ignore_errors=True)
 
-    def load(self, image: Path) -> None:
-        """Bring an image archive to every node."""
-        for node in self.nodes:
+    def load(self, image: Path, nodes: Sequence[str] = ()) -> None:
+        """Bring an image archive to some nodes, or to every one."""
+        for node in nodes or self.nodes:
             command = [
                 "ctr",
                 "-a",

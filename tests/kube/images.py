@@ -3,12 +3,20 @@
 import hashlib
 import io
 import json
+import shutil
 import subprocess
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from forge_server.runner import tree
+
 HERE = Path(__file__).resolve().parent
+CAPITALS = r"""
+#include <ctype.h>
+#include <stdio.h>
+int main(void) { for (int c; (c = getchar()) != EOF;) putchar(toupper(c)); return 0; }
+"""
 _MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 
 
@@ -49,7 +57,30 @@ def pause(folder: Path) -> Path:
 
 def busybox(folder: Path) -> Path:
     """``localhost/busybox:1``: one static program with its links, nothing else."""
-    root = folder / "busybox"
+    return pack(_busybox(folder / "busybox"), "localhost/busybox:1", folder / "busybox.tar")
+
+
+def musl(folder: Path) -> Path:
+    """``localhost/musl:1``: busybox, and a program ``capitals`` that needs musl's loader and libc; no glibc."""
+    root = _busybox(folder / "musl")
+    (root / "lib").mkdir()
+    shutil.copy2(Path("/lib/ld-musl-x86_64.so.1").resolve(), root / "lib" / "ld-musl-x86_64.so.1")
+    source = folder / "capitals.c"
+    source.write_text(CAPITALS)
+    subprocess.run(["musl-gcc", "-Os", "-o", root / "bin" / "capitals", source], check=True)
+    return pack(root, "localhost/musl:1", folder / "musl.tar")
+
+
+def forge(folder: Path, name: str, environment: Path | None = None) -> Path:
+    """The image ``name`` that brings ``/forge`` into pods, with a harness's environment."""
+    root = folder / name.replace("/", "-")
+    tree.make(root / "forge", environment)
+    made = pack(root, name, folder / f"{root.name}.tar", ["/forge/bin/python3"])
+    shutil.rmtree(root)
+    return made
+
+
+def _busybox(root: Path) -> Path:
     (root / "bin").mkdir(parents=True)
     for name in ("tmp", "etc", "root"):
         (root / name).mkdir()
@@ -62,11 +93,11 @@ def busybox(folder: Path) -> Path:
     for applet in applets:
         if applet != "busybox":
             (root / "bin" / applet).symlink_to("busybox")
-    return pack(root, "localhost/busybox:1", folder / "busybox.tar")
+    return root
 
 
 def _plain(info: tarfile.TarInfo) -> tarfile.TarInfo:
-    info.uid = info.gid = info.mtime = 0
+    info.uid = info.gid = 0  # times stay: Python's byte code is valid by them
     info.uname = info.gname = ""
     return info
 
