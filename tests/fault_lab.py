@@ -28,8 +28,6 @@ from forge_server.settings import HarnessSettings, ProxySettings, SchedulerSetti
 AT = 2
 """The generation that meets the trouble: in the middle of the standard task."""
 LAST = 500
-STOPPED = (128 + 15, 128 + 9)
-"""Exit codes of a harness that the runner has stopped."""
 PATIENCE_S = 20.0
 """A harness that is refused has at least so long to end by itself before the runner stops it."""
 LIMIT_S = 60.0
@@ -181,8 +179,10 @@ def meet(
         wrong += swap.end(result)
     if any(fault.slow_s for fault in trouble.faults):
         wrong += _keepalives(result, spec)
-    clock = ", stopped by its clock" if result.seconds >= max_seconds else ""
-    how = "goes on" if went_on else f"{result.outcome} {result.kind}, rc {result.exit_code}{clock}"
+    stopped = f" (stopped: {result.stopped_by})" if result.stopped_by else ""
+    how = "goes on" if went_on else f"{result.kind}, rc {result.exit_code}{stopped}"
+    if not went_on and result.outcome != "infra_failure":
+        how = f"{result.outcome} {how}"
     return Seen(spec.name, trouble, result, wrong, how)
 
 
@@ -229,7 +229,7 @@ def _ending(result: Result, spec: Spec, trouble: Trouble) -> list[str]:
         wrong.append("it did not survive")
     if (result.outcome, result.kind) != ("infra_failure", "engine_error"):
         wrong.append(f"the engine's failure became {result.outcome}/{result.kind}")
-    if result.exit_code not in (*spec.ends.model_dead, *spec.ends.refused, *STOPPED):
+    if not result.stopped_by and result.exit_code not in (*spec.ends.model_dead, *spec.ends.refused):
         wrong.append(f"exit code {result.exit_code} is none of its spec's")
     return wrong
 

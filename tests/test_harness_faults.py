@@ -71,7 +71,7 @@ def test_the_engine_fails_when_the_answer_has_begun(lab: Lab, harness: str) -> N
 def test_a_dead_engine_is_nobodys_reward(lab: Lab, harness: str, trouble: str) -> None:
     """pi exits 0 even so."""
     seen = see(lab, harness, KNOWN[trouble])
-    assert seen.how.startswith("infra_failure engine_error"), seen.explain()
+    assert seen.how.startswith("engine_error"), seen.explain()
     assert seen.result.reward is None
 
 
