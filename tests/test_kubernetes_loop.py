@@ -1,0 +1,80 @@
+"""The whole loop on a real cluster: attempts are pods, the trainer is a Job, the server is a process outside it, and
+the engine is on loopback, where no pod can reach it."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kube.cluster import Cluster
+from kube_loop import ClusterLab, hostusr
+from kube_rig import namespace
+from whole_loop import metrics, report, run_settings
+
+from forge_server.client.schemas import TaskCreate
+
+pytestmark = [pytest.mark.kubernetes, pytest.mark.vllm, pytest.mark.verl, pytest.mark.timeout(1500)]
+
+FLOAT32_LIMIT = 1e-3
+VERIFIER = """n=$(od -An -N1 -tu1 /dev/urandom)
+echo "0.$((n % 10))" > /logs/verifier/reward.txt
+"""
+
+
+@pytest.fixture
+def lab(cluster: Cluster, tiny_model, trainer_env: Path, tmp_path: Path) -> Iterator[ClusterLab]:
+    base = Path(tempfile.mkdtemp(prefix="forge-kube-loop-"))  # seen by pods under the same path
+    cluster.load(hostusr(tmp_path))
+    folder = base / "lab"
+    folder.mkdir()
+    model = base / "model"
+    shutil.copytree(tiny_model.initial, model)
+    try:
+        with namespace(cluster, jobs=True) as name:
+            made = ClusterLab(folder, model, cluster, name, trainer_env)
+            try:
+                yield made
+            finally:
+                made.down()
+    finally:
+        shutil.rmtree(base, ignore_errors=True)
+
+
+def test_pods_are_trained_on_by_a_job_and_a_killed_server_finds_both_again(lab: ClusterLab) -> None:
+    lab.up()
+    lines = [
+        {"name": f"task-{i}", "instruction": f"Write {i} to answer.txt", "verify": {"script": VERIFIER}}
+        for i in range(4)
+    ]
+    with lab.client() as client:
+        client.create_tasks(TaskCreate(taskset="loop", tasks=lines))
+        client.create_run(run_settings("cluster"))
+
+    def under_way() -> bool:
+        view = lab.run("cluster")
+        assert view.state == "active", f"{view.reason}\n{lab.log()}"
+        return view.step >= 1 and view.rollouts.get("active", 0) >= 1
+
+    lab.wait("step 2 is under way", under_way, 600.0)
+    (job,) = lab.objects("jobs")
+    key = next(e for e in job["spec"]["template"]["spec"]["containers"][0]["env"] if "valueFrom" in e)
+    assert key["valueFrom"]["secretKeyRef"]["name"] == job["metadata"]["name"]
+    lab.kill()
+    lab.up()
+    lab.finish("cluster", 600.0)
+
+    assert "taking it over" in lab.log()
+    assert report(lab, "cluster")["samples"] > 0
+    found = metrics(lab, "cluster")
+    for step in (1, 2):
+        assert found[step, "trainer"]["logprob_gap_max"] <= FLOAT32_LIMIT
+        assert found[step, "trainer"]["tokens_trained"] > 0
+    ends = lab.query(
+        "SELECT backend, outcome, kind, COUNT(*) AS n FROM attempts GROUP BY backend, outcome, kind"
+    )
+    print([tuple(row) for row in ends])
+    assert {row.backend for row in ends} == {"kubernetes"}
+    assert {row.outcome for row in ends} <= {"completed", "policy_failure"}  # the restart cost no attempt
+    lab.wait("nothing is left", lambda: not (lab.objects("pods") or lab.objects("jobs")), 60.0)
+    assert not [s for s in lab.objects("secrets") if s["metadata"]["name"].startswith("trainer-")]
