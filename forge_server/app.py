@@ -23,8 +23,8 @@ from forge_server import __version__, environments
 from forge_server.api import idempotent, problem
 from forge_server.api.auth import admin_guard
 from forge_server.api.catalog import catalog_routes
-from forge_server.api.cost import cost_routes
 from forge_server.api.compare import compare_routes
+from forge_server.api.cost import cost_routes
 from forge_server.api.events import event_routes
 from forge_server.api.health import health_routes
 from forge_server.api.idempotent import Idempotency

@@ -118,13 +118,14 @@ def run_list(url: str | None, key: str | None, as_json: bool) -> None:
 
 @run.command("show")
 @click.argument("run_name", metavar="RUN")
+@click.option("--cost", is_flag=True, help="Also what it has cost, and where its time went.")
 @_url
 @_json
-def run_show(run_name: str, url: str | None, key: str | None, as_json: bool) -> None:
+def run_show(run_name: str, cost: bool, url: str | None, key: str | None, as_json: bool) -> None:
     """One run: state, counts, metrics per step."""
     from forge_server.commands import runs
 
-    runs.show(run_name, url, key, as_json)
+    runs.show(run_name, url, key, as_json, cost)
 
 
 def _run_action(name: Literal["pause", "resume", "cancel"], text: str) -> None:

@@ -30,6 +30,10 @@ def test_the_demo_ends_with_a_better_policy(engine_env: Path, trainer_env: Path,
     report = json.loads(cli("check", "--data", "demo", "--json"))
     assert report["violations"] == []
     assert report["counts"]["attempts.in_batches"] >= VERSIONS * 64
+    cost = json.loads(cli("run", "show", "demo", "--cost", "--json"))["cost"]
+    assert abs(sum(cost["loop"].values()) - cost["wall_s"]) <= 0.05 * cost["wall_s"]
+    assert cost["loop"]["wait_s"] <= 0.05 * cost["wall_s"]  # what is in no phase of the loop
+    assert cost["solved"] > 0 and cost["pod_hours"] > 0
     drift = json.loads(cli("drift", "demo", "--json"))
     assert drift["trained_calls"] > drift["samples"] > 0  # the harness only appends: calls merge into samples
     # the harness only appends; what breaks all the same was sampled in tokens that no tokenizer would have chosen

@@ -30,7 +30,7 @@ def reading(url: str | None, key: str | None) -> Iterator[ForgeClient | StoreRea
             f"{away.what}, and the database cannot be read ({error.what})", where=away.where, mend=away.mend
         ) from None
     try:
-        yield StoreReader(store)
+        yield StoreReader(store, settings.cost)
     finally:
         store.close()
 

@@ -73,8 +73,12 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_completion_tokens: int = 4096  # per call: what a harness asks for is clamped to it
     max_seconds: float = 1800.0  # the agent clock, from the harness's start
     max_attempts: int = 3  # per rollout, first one included
-    forwarding: Forwarding = "auto"  # of a conversation's history: sampled tokens (splice) or messages (record)
-    keep_reasoning: bool = False  # splice only: keep reasoning that harness or template drops from the history
+    forwarding: Forwarding = (
+        "auto"  # of a conversation's history: sampled tokens (splice) or messages (record)
+    )
+    keep_reasoning: bool = (
+        False  # splice only: keep reasoning that harness or template drops from the history
+    )
 
     # what of it is trained, and how
     max_generation_batches: int = 3  # rounds of drawing per step while too few groups have a signal
@@ -105,7 +109,9 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for key in ("temperature", "max_seconds", "max_staleness", "max_sample_tokens"):
             _at_least(key, getattr(self, key), 0)
         if self.keep_reasoning and self.forwarding == "record":
-            raise ValueError("keep_reasoning needs forwarding splice or auto: a recorded prompt is the engine's")
+            raise ValueError(
+                "keep_reasoning needs forwarding splice or auto: a recorded prompt is the engine's"
+            )
         if self.kind == "train":
             if self.n < 2:
                 raise ValueError("n must be at least 2 in a training run: one rollout has no baseline")

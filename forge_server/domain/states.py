@@ -87,7 +87,9 @@ class Untrainable(StrEnum):
     DUPLICATE = "duplicate"  # identical prompt and completion of an already trained call
     ABORTED = "aborted"  # the engine cut the generation
     MEDIA = "media"  # its prompt holds images, and batches carry no pixels (training rollouts only)
-    MEDIA_UNKNOWN = "media_unknown"  # its prompt holds images, and which tokens stand for which cannot be told
+    MEDIA_UNKNOWN = (
+        "media_unknown"  # its prompt holds images, and which tokens stand for which cannot be told
+    )
 
 
 class Fallback(StrEnum):

@@ -266,12 +266,12 @@ def _sessions(connection: Connection, run_id: str, until: float) -> list[Interva
     """When a trainer was there: until its lease ran out, the next one came, or the run ended."""
     c = t.trainer_sessions.c
     query = sa.select(c.created_at, c.lease_until).where(c.run_id == run_id).order_by(c.fence)
-    rows = connection.execute(query).all()
-    nexts = [*(row.created_at for row in rows[1:]), until]
-    return [
-        Interval(row.created_at, min(row.lease_until, after, until))
-        for row, after in zip(rows, nexts, strict=True)
-    ]
+    found: list[Interval] = []
+    for began, lease_until in connection.execute(query):
+        if found:
+            found[-1] = Interval(found[-1].begin, min(found[-1].end, began))
+        found.append(Interval(began, min(lease_until, until)))
+    return found
 
 
 def _clipped(intervals: Iterable[Interval], whole: Interval) -> list[Interval]:

@@ -7,9 +7,11 @@ from typing import Any, TypeVar
 import msgspec
 import sqlalchemy as sa
 
-from forge_server.api import views
+from forge_server.api import cost, views
 from forge_server.api.paging import decode_cursor
 from forge_server.client import schemas as s
+from forge_server.client.cost import Cost
+from forge_server.evaluation.cost import Prices
 from forge_server.services.conversations import conversations, log_tails
 from forge_server.store.database import Store
 
@@ -20,8 +22,8 @@ PAGE = 500
 class StoreReader:
     """Reads ``store``, which was opened for reading only. Raises NotFound and StoreError."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, store: Store, prices: Prices) -> None:
+        self._store, self._prices = store, prices
 
     def runs(self) -> list[s.RunView]:
         return list(self._pages(views.runs, s.RunView, None))
@@ -31,6 +33,9 @@ class StoreReader:
 
     def metrics(self, run: str) -> list[s.StepMetrics]:
         return self._store.read_now(lambda c: views.step_metrics(c, run))
+
+    def cost(self, run: str) -> Cost:
+        return self._store.read_now(lambda c: cost.read(c, run, self._prices))
 
     def tasks(self, taskset: str | None = None, limit: int | None = None) -> Iterator[s.TaskView]:
         return self._pages(views.tasks, s.TaskView, limit, taskset)
