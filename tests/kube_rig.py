@@ -34,9 +34,7 @@ VALUES: dict[str, Any] = {
 
 def runner_image(folder: Path) -> Path:
     """The image that brings the ``/forge`` tree."""
-    root = folder / "runner"
-    tree.make(root / "forge")
-    return images.pack(root, RUNNER, folder / "runner.tar", ["/forge/bin/python3"])
+    return images.forge(folder, RUNNER)
 
 
 @contextlib.contextmanager

@@ -25,7 +25,10 @@ NEEDED = (
     "musl-gcc",
 )
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-PACKAGES = "containerd runc etcd-server containernetworking-plugins busybox-static iproute2 openssl xz-utils gcc musl-tools patchelf"
+PACKAGES = (
+    "containerd runc etcd-server containernetworking-plugins busybox-static iproute2 openssl xz-utils gcc "
+    "musl-tools patchelf"
+)
 
 
 def binaries() -> Path:
