@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+import yaml
 
 from forge_server.app import running
 from forge_server.domain.errors import ConfigError, SpecError
@@ -120,3 +121,27 @@ async def test_pods_are_told_an_address() -> None:
 def test_a_local_server_does_not_load_the_client() -> None:
     code = "import sys, forge_server.app; sys.exit('kubernetes' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "forge_server.cli", *words]
+    return subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_render_writes_what_kubectl_applies(folder: Path) -> None:
+    (folder / "forge.toml").write_text(TOML + 'namespace = "forge"\n')
+    done = command(folder, "render", "deploy")
+    assert done.returncode == 0 and done.stdout.endswith("next: kubectl apply -k deploy\n"), done.stderr
+    listed = yaml.safe_load((folder / "deploy" / "kustomization.yaml").read_text())["resources"]
+    assert listed == ["network-policy.yaml", "prepull.yaml", "rbac.yaml"]
+    for name in listed:
+        for document in yaml.safe_load_all((folder / "deploy" / name).read_text()):
+            assert document["metadata"]["namespace"] == "forge"
+
+
+def test_what_has_no_cluster_is_not_probed(folder: Path) -> None:
+    (folder / "forge.toml").write_text("[server]\nport = 0\ncontrol_port = 0\n")
+    done = command(folder, "check", "--probe")
+    assert done.returncode == 2 and "there is no cluster to probe" in done.stderr
+    done = command(folder, "render", "deploy")
+    assert done.returncode == 2 and "not to run in a cluster" in done.stderr
