@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -9,9 +10,10 @@ import sqlalchemy as sa
 from scheduler_rig import Rig, rig
 
 from forge_server.domain import events as e
-from forge_server.domain.errors import TaskError
+from forge_server.domain.errors import ClusterError, TaskError
 from forge_server.domain.events import Fact
-from forge_server.scheduler.backend import Gone, LaunchFailed
+from forge_server.domain.ids import new_id
+from forge_server.scheduler.backend import Gone, LaunchFailed, Look
 from forge_server.scheduler.scheduler import Options, Scheduler
 from forge_server.store import tables as t
 
@@ -20,33 +22,52 @@ class FakeBackend:
     """Launches are remembered; ``fail`` makes them fail; ``gone`` ends one."""
 
     name = "local"
+    trouble = ""
+    places = 1000
+    seen: Fact | None = None  # by a closer look
 
     def __init__(self) -> None:
         self.launched, self.stopped = [], []
         self.alive: set[str] = set()
         self.fail: LaunchFailed | None = None
         self.blind = False
+        self.turn: asyncio.Semaphore | None = None
         self.stopping = asyncio.Event()
 
     async def start(self, on_gone: Any) -> None:
         self.on_gone = on_gone
 
     async def launch(self, launch: Any) -> dict[str, Any]:
+        if self.turn:
+            await self.turn.acquire()
         if self.fail:
             raise self.fail
         self.launched.append(launch)
         self.alive.add(launch.attempt_id)
         return {"n": len(self.launched)}
 
+    def room(self) -> bool:
+        return True
+
     async def stop(self, attempt_id: str, grace_s: float) -> None:
         self.stopped.append(attempt_id)
         self.stopping.set()
         self.alive.discard(attempt_id)
 
+    def room(self) -> int:
+        return self.places
+
     async def running(self) -> frozenset[str]:
         if self.blind:
-            raise ConnectionError("the list failed")
+            raise ClusterError("the list failed", where="test")
         return frozenset(self.alive)
+
+    async def look(self, attempt_id: str) -> Look:
+        if self.blind:
+            raise ClusterError("nothing can be seen", where="test")
+        if attempt_id not in self.alive:
+            return Look(evidence={"alive": False}, fact=Fact.PROCESS_GONE)
+        return Look(evidence={"alive": True}, fact=self.seen, independent=True)
 
     async def close(self, grace_s: float) -> None:
         self.alive.clear()
@@ -70,6 +91,9 @@ class NoPlans:
         class Plan:
             class limits:
                 memory_mb, pids = 100, 10
+
+            agent_s = verify_s = grace_s = 10.0
+            image = ""
 
         return Plan
 
@@ -102,6 +126,13 @@ class Idle:
 
 def launched(it: Rig, n: int):
     return it.until(lambda: len(it.of("attempt_launched")) >= n)
+
+
+async def another_run(it: Rig) -> str:
+    run_id = new_id("ru")
+    settings = {"name": run_id, "taskset": "s", "harness": "react"}
+    await it.lifecycle.apply(e.RunCreated(run_id=run_id, name=run_id, kind="train", settings=settings))
+    return run_id
 
 
 async def finish(it: Rig, attempt_id: str) -> None:
@@ -142,6 +173,39 @@ async def test_begun_groups_come_first(tmp_path):
         group_of = dict(await it.store.read(lambda c: [tuple(r) for r in c.execute(query)]))
         order = [group_of[launch.rollout_id] for launch in it.fake.launched]
         assert sorted(order[:3]) == sorted([groups[0], groups[0], groups[1]]) and order[3] == groups[1]
+
+
+async def test_runs_share_the_slots_evenly(tmp_path):
+    """A run with a long backlog does not keep a later one waiting, and takes what that one leaves."""
+    async with dispatching(tmp_path, in_flight=0) as it:
+        big, small = it.run_id, await another_run(it)
+        for _ in range(4):
+            await it.group(n=8)
+        it.run_id = small
+        await it.group(n=6)
+        it.scheduler.set_in_flight(8)
+        await launched(it, 8)
+        runs = Counter(launch.run_id for launch in it.fake.launched)
+        assert runs == {big: 4, small: 4}
+        for launch in [x for x in it.fake.launched if x.run_id == small]:
+            await finish(it, launch.attempt_id)
+        await launched(it, 12)  # two are left of the small one: two slots go to it, two to the big one
+        runs = Counter(launch.run_id for launch in it.fake.launched)
+        assert runs == {big: 6, small: 6}
+
+
+async def test_launches_under_way_are_bounded(tmp_path, monkeypatch):
+    """An attempt has no row, and so no startup clock, before the backend can get to it."""
+    monkeypatch.setattr("forge_server.scheduler.scheduler.LAUNCHES", 3)
+    async with dispatching(tmp_path, in_flight=10) as it:
+        it.fake.turn = asyncio.Semaphore(0)
+        await it.group(n=10)
+        await it.until(lambda: len(it.of("attempt_launching")) >= 3)
+        await it.scheduler.reconcile()
+        assert len(it.of("attempt_queued")) == 3 and it.fake.launched == []
+        for _ in range(10):
+            it.fake.turn.release()
+        await launched(it, 10)
 
 
 async def test_a_paused_run_is_not_launched(tmp_path):
@@ -213,8 +277,7 @@ async def test_a_failed_list_ends_nothing(tmp_path):
         await launched(it, 1)
         it.fake.alive.clear()
         it.fake.blind = True
-        with pytest.raises(ConnectionError):
-            await it.scheduler.reconcile()
+        await it.scheduler.reconcile()
         assert not it.of("attempt_ended") and it.fake.stopped == []
 
 

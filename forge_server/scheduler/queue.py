@@ -1,5 +1,8 @@
 """Which rollouts are next, and which attempts live: the reads of the scheduler."""
 
+from heapq import merge
+from itertools import islice
+
 import msgspec
 import sqlalchemy as sa
 
@@ -33,7 +36,29 @@ def _eligible() -> sa.ColumnElement[bool]:
 
 
 def pending(connection: sa.Connection, now: float, limit: int) -> list[Pending]:
-    """The next rollouts, groups that have been begun first, then by age: groups end early and whole."""
+    """The next rollouts. Each is of the run that has the fewest in flight by then, so that no run's backlog keeps
+    another waiting; within a run, groups that have been begun come first, then by age: groups end early and
+    whole."""
+    r = t.rollouts.c
+    query = (
+        sa.select(t.runs.c.id, sa.func.count(sa.case((r.state == RolloutState.ACTIVE.value, 1))).label("live"))
+        .join(t.rollouts, r.run_id == t.runs.c.id)
+        .where(
+            t.runs.c.state == RunState.ACTIVE.value,
+            r.state.in_((RolloutState.ACTIVE.value, RolloutState.PENDING.value)),
+            r.external.is_(False),
+        )
+        .group_by(t.runs.c.id, t.runs.c.created_at)
+        .order_by(t.runs.c.created_at, t.runs.c.id)
+    )
+    waiting = [
+        [(row.live + ahead, order, item) for ahead, item in enumerate(_of_run(connection, row.id, now, limit))]
+        for order, row in enumerate(connection.execute(query).all())
+    ]
+    return [item for _, _, item in islice(merge(*waiting, key=lambda entry: entry[:2]), limit)]
+
+
+def _of_run(connection: sa.Connection, run_id: str, now: float, limit: int) -> list[Pending]:
     r, g = t.rollouts.c, t.groups.c
     other = t.rollouts.alias("other")
     begun = sa.exists().where(
@@ -45,7 +70,7 @@ def pending(connection: sa.Connection, now: float, limit: int) -> list[Pending]:
         sa.select(r.id, r.run_id, r.harness)
         .join(t.runs, t.runs.c.id == r.run_id)
         .outerjoin(t.groups, g.id == r.group_id)
-        .where(_eligible(), r.not_before <= now)
+        .where(r.run_id == run_id, _eligible(), r.not_before <= now)
         .order_by(
             sa.case((begun, 0), else_=1),
             sa.func.coalesce(g.created_at, r.created_at),
@@ -66,6 +91,21 @@ def next_moment(connection: sa.Connection, now: float) -> float | None:
     )
     moment: float | None = connection.execute(query).scalar_one()
     return moment
+
+
+def unlaunched(connection: sa.Connection, backend: str) -> list[tuple[str, Pending]]:
+    """Attempts of which it is not known whether the backend took them."""
+    a, r = t.attempts.c, t.rollouts.c
+    states = (AttemptState.QUEUED.value, AttemptState.LAUNCHING.value)
+    query = (
+        sa.select(a.id.label("attempt_id"), r.id, r.run_id, r.harness)
+        .join(t.rollouts, r.id == a.rollout_id)
+        .where(a.backend == backend, a.state.in_(states), a.handle.is_(None))
+        .order_by(a.id)
+    )
+    return [
+        (row.attempt_id, Pending(row.id, row.run_id, row.harness)) for row in connection.execute(query)
+    ]
 
 
 def live(connection: sa.Connection, backend: str) -> list[LiveAttempt]:

@@ -25,7 +25,7 @@ from forge_server.domain.ids import new_id
 from forge_server.domain.states import AttemptState
 from forge_server.harness.plan import Plan
 from forge_server.scheduler import queue
-from forge_server.scheduler.backend import Backend, Gone, Launch, LaunchFailed
+from forge_server.scheduler.backend import Backend, Gone, Launch, LaunchFailed, Look
 from forge_server.store import keys
 from forge_server.store import tables as t
 from forge_server.store.database import Store
@@ -34,6 +34,9 @@ log = structlog.get_logger(__name__)
 
 BACKSTOP_S = 600.0
 """Beyond an attempt's own clocks: holds and restarts of ours lengthen them."""
+
+LAUNCHES = 64
+"""Launches under way at a time: an attempt's startup clock runs from its row, not from when the backend gets to it."""
 
 ROOM_S = 0.5
 """How soon a backend that had no room is asked again."""
@@ -85,6 +88,7 @@ class Scheduler:
         self._secret, self._options, self._clock = secret, options, clock
         self._in_flight = options.in_flight
         self._live: set[str] = set()
+        self._unfinished: set[asyncio.Task[None]] = set()  # tasks that the next start would take up again
         self._launching: set[str] = set()
         self._orphans: frozenset[str] = frozenset()
         self._wake = asyncio.Event()
@@ -93,7 +97,9 @@ class Scheduler:
         self._tasks: set[asyncio.Task[None]] = set()
         self._accepting = False
         self._suspended = False
+        self._stopping: set[str] = set()
         self._sweep_from = float("inf")
+        self._startups_from = 0.0
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -118,14 +124,19 @@ class Scheduler:
         self._wake.set()
 
     async def start(self) -> None:
-        """Start the backend and begin to launch. Raises SandboxError; then nothing was started."""
+        """Start the backend and begin to launch, first what an earlier life did not get to the end of. Raises
+        SandboxError; then nothing was started."""
         await self._backend.start(self._gone)
-        live = await self._store.read(lambda c: queue.live(c, self._backend.name))
+        name = self._backend.name
+        live, again = await self._store.read(lambda c: (queue.live(c, name), queue.unlaunched(c, name)))
         self._live = {attempt.attempt_id for attempt in live}
         self._lifecycle.subscribe(self._heard)
         self._accepting = True
         self._sweep_from = self._clock() + self._options.heartbeat_s
         self._note_idle()
+        for attempt_id, item in again:
+            self._launching.add(attempt_id)
+            self._spawn(self._launch(attempt_id, item), unfinished=True)
         self._wake.set()
         self._dispatcher = asyncio.create_task(self._dispatch(), name="dispatcher")
 
@@ -142,6 +153,9 @@ class Scheduler:
                 await self._dispatcher
         if self._timer is not None:
             self._timer.cancel()
+        if self._backend.name != "local":
+            for task in self._unfinished:
+                task.cancel()
         await self._settle()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), drain_s)
@@ -152,37 +166,57 @@ class Scheduler:
         await self._settle()
 
     async def sweep(self) -> None:
-        """Tick: apply the deadlines that are behind."""
-        if self._clock() < self._sweep_from:
+        """Tick: apply the deadlines that are behind. Of an attempt that is silent or late, a closer look is taken
+        first: what explains it goes before the clock (I5), and while nothing can be seen nothing is concluded."""
+        now = self._clock()
+        if now < self._sweep_from:
             return
+        if self._backend.trouble:  # attempts cannot start now: they get a whole startup time after that
+            self._startups_from = now + self._options.startup_s
+        doubtful = []
         for passed in await self._lifecycle.due(self._options.heartbeat_lost_s):
-            await self._lifecycle.apply(passed)
+            if passed.clock not in (e.Clock.STARTUP, e.Clock.HEARTBEAT) or passed.attempt_id not in self._live:
+                await self._lifecycle.apply(passed)
+            elif passed.clock is e.Clock.HEARTBEAT or not (
+                passed.attempt_id in self._launching or now < self._startups_from
+            ):
+                doubtful.append(passed)
+        for passed in doubtful:
+            try:
+                look = await self._backend.look(passed.attempt_id)
+            except ClusterError as error:
+                log.warning("nothing is concluded while the backend is blind", error=str(error))
+                return
+            if look.fact is None:
+                await self._lifecycle.apply(msgspec.structs.replace(passed, evidence=look.evidence))
+            else:
+                await self._lifecycle.apply(_fact(passed.attempt_id, look.fact, look))
 
     async def reconcile(self) -> None:
-        """Tick: make rows and processes agree. The rows are read after the processes, so none is missed
-        (I7)."""
+        """Tick: make rows and processes agree. The rows are read after the processes, so none is missed; what
+        seems to be missing is looked for by its name (I7)."""
         try:
             running = await self._backend.running()
+            rows = {
+                a.attempt_id: a for a in await self._store.read(lambda c: queue.live(c, self._backend.name))
+            }
+            orphans = running - rows.keys()
+            for attempt_id in orphans & self._orphans - self._stopping:
+                self._stop(attempt_id)  # one that has just finished may still be leaving
+            self._orphans = orphans
+            self._live &= rows.keys() | self._launching
+            self._note_idle()
+            overdue = self._clock() - self._options.missing_s
+            for attempt in rows.values():
+                if attempt.attempt_id in running | self._launching or attempt.since > overdue:
+                    continue
+                look = await self._backend.look(attempt.attempt_id)
+                if look.fact is not None:
+                    launched = attempt.state is not AttemptState.QUEUED
+                    fact = look.fact if launched else e.Fact.LAUNCH_FAILED
+                    await self._lifecycle.apply(_fact(attempt.attempt_id, fact, look))
         except ClusterError as error:
             log.warning("nothing is concluded while the backend is blind", error=str(error))
-            return
-        rows = {a.attempt_id: a for a in await self._store.read(lambda c: queue.live(c, self._backend.name))}
-        orphans = running - rows.keys()
-        for attempt_id in orphans & self._orphans:  # one that has just finished may still be leaving
-            self._spawn(self._backend.stop(attempt_id, self._options.stop_grace_s))
-        self._orphans = orphans
-        self._live &= rows.keys() | self._launching
-        self._note_idle()
-        overdue = self._clock() - self._options.missing_s
-        for attempt in rows.values():
-            if attempt.attempt_id in running | self._launching or attempt.since > overdue:
-                continue
-            launched = attempt.state is not AttemptState.QUEUED
-            fact = self._backend.missing if launched else e.Fact.LAUNCH_FAILED
-            evidence = {"reconcile": "the backend has nothing for it"}
-            await self._lifecycle.apply(
-                e.BackendFact(attempt_id=attempt.attempt_id, fact=fact, evidence=evidence)
-            )
         self._wake.set()
 
     # What is heard must be handled without waiting.
@@ -192,12 +226,22 @@ class Scheduler:
             self._live.discard(row.attempt_id)
             self._note_idle()
             if not row.data.get("finished"):  # a runner that has finished leaves by itself
-                self._spawn(self._backend.stop(row.attempt_id, self._options.stop_grace_s))
+                self._stop(row.attempt_id)
         if row.kind in _WAKING:
             self._wake.set()
 
-    def _gone(self, gone: Gone) -> None:
-        self._spawn(self._report(gone))
+    def _gone(self, gone: Gone) -> asyncio.Task[None]:
+        return self._spawn(self._report(gone))
+
+    def _stop(self, attempt_id: str) -> None:
+        self._stopping.add(attempt_id)
+        self._spawn(self._stopped(attempt_id), unfinished=True)
+
+    async def _stopped(self, attempt_id: str) -> None:
+        try:
+            await self._backend.stop(attempt_id, self._options.stop_grace_s)
+        finally:
+            self._stopping.discard(attempt_id)
 
     async def _settle(self) -> None:
         """Let steps under way come to their end, within bounds."""
@@ -210,13 +254,18 @@ class Scheduler:
         else:
             self._idle.set()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None], *, unfinished: bool = False) -> asyncio.Task[None]:
+        """``unfinished``: with a backend that outlives us, the next start takes it up where it was left."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
+        if unfinished:
+            self._unfinished.add(task)
         task.add_done_callback(self._done)
+        return task
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
+        self._unfinished.discard(task)
         if not task.cancelled() and task.exception() is not None:
             log.error("a step of the scheduler failed", exc_info=task.exception())
             self._wake.set()
@@ -232,12 +281,15 @@ class Scheduler:
                 asyncio.get_running_loop().call_later(1.0, self._wake.set)
 
     async def _fill(self) -> None:
-        """Launch as many pending rollouts as there are free slots."""
-        free = self._in_flight - len(self._live)
+        """Launch as many pending rollouts as there are free slots, and as can be under way."""
+        free = min(self._in_flight - len(self._live), LAUNCHES - len(self._launching))
         if free <= 0 or not self._accepting or self._suspended:
             return
-        if not self._backend.room():
+        room = self._backend.room()
+        if room < free:
             self._wake_at(ROOM_S)
+            free = room
+        if free <= 0:
             return
         now = self._clock()
         found, moment = await self._store.read(
@@ -250,7 +302,7 @@ class Scheduler:
         self._launching.update(attempt_id for attempt_id, _ in launches)
         self._note_idle()
         for attempt_id, item in launches:
-            self._spawn(self._launch(attempt_id, item))
+            self._spawn(self._launch(attempt_id, item), unfinished=True)
 
     def _wake_at(self, seconds: float) -> None:
         if self._timer is not None:
@@ -260,30 +312,35 @@ class Scheduler:
     async def _launch(self, attempt_id: str, item: queue.Pending) -> None:
         try:
             if not await self._admit(attempt_id, item):
-                self._live.discard(attempt_id)
-                self._note_idle()
                 return
             plan = await self._plans.plan(attempt_id)
             handle = await self._backend.launch(self._order(attempt_id, item, plan))
-            await self._lifecycle.apply(e.AttemptLaunched(attempt_id=attempt_id, handle=handle))
+            launched = e.AttemptLaunched(
+                attempt_id=attempt_id, handle=handle, startup_s=self._options.startup_s
+            )
+            await self._lifecycle.apply(launched)
         except (SpecError, TaskError) as error:
             await self._fail(attempt_id, e.Fact.BAD_SPEC, {"error": str(error)})
         except LaunchFailed as error:
             await self._fail(attempt_id, error.fact, error.evidence)
         finally:
             self._launching.discard(attempt_id)
+            self._wake.set()
         if attempt_id not in self._live:  # it was ended while it was being launched
             await self._backend.stop(attempt_id, self._options.stop_grace_s)
 
     async def _admit(self, attempt_id: str, item: queue.Pending) -> bool:
-        """Write the attempt's row; False when the rollout was taken, cancelled or paused meanwhile."""
+        """Write the attempt's row; False when the rollout was taken, cancelled or paused meanwhile, or when the
+        attempt of an earlier life has ended or its runner has joined."""
         queued = e.AttemptQueued(
             attempt_id=attempt_id, rollout_id=item.rollout_id, backend=self._backend.name
         )
         launching = e.AttemptLaunching(attempt_id=attempt_id, startup_s=self._options.startup_s)
-        if not (await self._lifecycle.apply(queued)).applied:
+        if not (await self._lifecycle.apply(queued)).ok:
+            self._live.discard(attempt_id)
+            self._note_idle()
             return False
-        return (await self._lifecycle.apply(launching)).applied
+        return (await self._lifecycle.apply(launching)).ok
 
     async def _fail(self, attempt_id: str, fact: e.Fact, evidence: dict[str, Any]) -> None:
         log.warning("launch failed", attempt=attempt_id, fact=fact.value, **evidence)
@@ -316,6 +373,12 @@ class Scheduler:
             independent=gone.independent,
         )
         await self._lifecycle.apply(fact)
+
+
+def _fact(attempt_id: str, fact: e.Fact, look: Look) -> e.BackendFact:
+    return e.BackendFact(
+        attempt_id=attempt_id, fact=fact, evidence=look.evidence, independent=look.independent
+    )
 
 
 def _replace_log(connection: sa.Connection, row: dict[str, str], tail: bytes) -> None:
