@@ -53,11 +53,27 @@ def render(folder: str, config: str | None, image: str, secret: str) -> None:
 
 @cli.command()
 @_config
-def up(config: str | None) -> None:
+@click.option("--tui", is_flag=True, help="With the dashboard in this terminal; leaving it stops the server.")
+def up(config: str | None, tui: bool) -> None:
     """Run the server: proxy, scheduler, controller, store, API."""
+    if tui:
+        from forge_server.commands import dashboard
+
+        dashboard.up(config)
+        return
     from forge_server.commands import serve
 
     serve.up(config)
+
+
+@cli.command()
+@_url
+@click.option("--light", is_flag=True, help="For a light terminal (d changes it).")
+def tui(url: str | None, key: str | None, light: bool) -> None:
+    """The dashboard of a running server, in this terminal."""
+    from forge_server.commands import dashboard
+
+    dashboard.watch(url, key, light)
 
 
 @cli.command()

@@ -67,8 +67,8 @@ def _run(facts: Facts) -> Iterator[Alarm]:
         yield Alarm(
             "error",
             "policy",
-            f"the newest version was rejected: {facts.rejected}",
-            "training goes on from it",
+            f"the newest version was rejected, {facts.rejected}",
+            "the version before it stays live",
         )
     if facts.held_s > HELD_S:
         yield Alarm(

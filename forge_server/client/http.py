@@ -28,6 +28,12 @@ class ServerUnreachable(ForgeError):
     type, status = "server-unreachable", 503
 
 
+class WrongServer(ServerUnreachable):
+    """Something answers, but no forge-server, or one of another version."""
+
+    type = "wrong-server"
+
+
 class ApiError(ForgeError):
     """The server refused; ``type`` and ``status`` are the problem's."""
 
@@ -164,7 +170,7 @@ class ForgeClient:
         try:
             return msgspec.json.decode(response.content, type=kind)
         except msgspec.MsgspecError:
-            raise ServerUnreachable(
+            raise WrongServer(
                 "what answers is no forge-server, or one of another version",
                 where=self.url,
                 mend="give --url",

@@ -1,0 +1,1 @@
+"""Screens, each of which answers one question."""
