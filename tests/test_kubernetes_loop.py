@@ -76,5 +76,10 @@ def test_pods_are_trained_on_by_a_job_and_a_killed_server_finds_both_again(lab: 
     print([tuple(row) for row in ends])
     assert {row.backend for row in ends} == {"kubernetes"}
     assert {row.outcome for row in ends} <= {"completed", "policy_failure"}  # the restart cost no attempt
-    lab.wait("nothing is left", lambda: not (lab.objects("pods") or lab.objects("jobs")), 60.0)
-    assert not [s for s in lab.objects("secrets") if s["metadata"]["name"].startswith("trainer-")]
+
+    def left() -> list[str]:
+        found = [each for kind in ("pods", "jobs", "secrets") for each in lab.objects(kind)]
+        names = [each["metadata"]["name"] for each in found]
+        return [name for name in names if name.startswith(("at-", "trainer-"))]
+
+    lab.wait("nothing is left", lambda: not left(), 60.0)
