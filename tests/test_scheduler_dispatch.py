@@ -46,9 +46,6 @@ class FakeBackend:
         self.alive.add(launch.attempt_id)
         return {"n": len(self.launched)}
 
-    def room(self) -> bool:
-        return True
-
     async def stop(self, attempt_id: str, grace_s: float) -> None:
         self.stopped.append(attempt_id)
         self.stopping.set()

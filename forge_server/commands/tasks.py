@@ -15,6 +15,7 @@ from forge_server.commands.source import reading
 from forge_server.domain.errors import TaskError
 from forge_server.domain.ids import new_id
 from forge_server.harness.plan import PlanLimits
+from forge_server.scheduler.backend import Gone
 from forge_server.scheduler.local import LocalBackend, LocalOptions
 from forge_server.scheduler.trials import LocalTrials
 from forge_server.tasks import load
@@ -74,7 +75,7 @@ async def _validate(tasks: list[Task], settings: config_tree.Settings, as_json: 
             instance=new_id("in"), pod_url="", folder=Path(folder), min_sandbox=settings.local.min_sandbox
         )
         backend = LocalBackend(options, lambda harness: None)
-        await backend.start(lambda gone: None)
+        await backend.start(_unheard)
         trials = LocalTrials(backend, limits)
         try:
             for task in tasks:
@@ -88,3 +89,7 @@ async def _validate(tasks: list[Task], settings: config_tree.Settings, as_json: 
         finally:
             await backend.close(settings.scheduler.grace_s)
     return found
+
+
+async def _unheard(gone: Gone) -> None:
+    """Trials tell their end themselves."""

@@ -132,10 +132,12 @@ class AttemptLaunching(Event, frozen=True, kw_only=True):
 
 
 class AttemptLaunched(Event, frozen=True, kw_only=True):
-    """``handle`` is what the backend needs to find the process or pod again."""
+    """``handle`` is what the backend needs to find the process or pod again. The startup clock begins anew with
+    ``startup_s``: what the backend waited for was no fault of the attempt."""
 
     attempt_id: str
     handle: dict[str, Any]
+    startup_s: float | None = None
 
 
 class RunnerJoined(Event, frozen=True, kw_only=True):
@@ -253,12 +255,13 @@ class Clock(StrEnum):
 class DeadlinePassed(Event, frozen=True, kw_only=True):
     """A sweep found a deadline behind. It is checked again in the transaction, holds included.
 
-    ``limit_s`` is the silence allowed, for the heartbeat clock only.
+    ``limit_s`` is the silence allowed, for the heartbeat clock only; ``evidence`` is what was seen of the attempt.
     """
 
     attempt_id: str
     clock: Clock
     limit_s: float = 0.0
+    evidence: dict[str, Any] = {}
 
 
 class ServerLost(Event, frozen=True, kw_only=True):

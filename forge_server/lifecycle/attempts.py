@@ -96,7 +96,8 @@ def launched(change: Change, event: e.AttemptLaunched) -> Refusal | None:
         return Refusal.ENDED
     if attempt.handle == event.handle:
         return Refusal.REPEAT
-    change.set_attempt(attempt, handle=event.handle)
+    clock = {} if event.startup_s is None else {"startup_deadline": change.now + event.startup_s}
+    change.set_attempt(attempt, handle=event.handle, **clock)
     change.emit_attempt("attempt_launched", attempt, change.rollout_of(attempt), handle=event.handle)
     return None
 
@@ -294,7 +295,7 @@ def deadline_passed(change: Change, event: e.DeadlinePassed) -> Refusal | None:
         # its calls get their ends first; the clock is still behind at the next sweep
         _seal(change, attempt, "runner_silent", attempt.stop_reason)
     else:
-        end_attempt(change, attempt, deadline=event.clock)
+        end_attempt(change, attempt, event.evidence, deadline=event.clock)
     return None
 
 

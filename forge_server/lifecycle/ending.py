@@ -18,7 +18,10 @@ from forge_server.store import tables as t
 from forge_server.store.rows import AttemptRow, RolloutRow
 
 FREE_RESTARTS = 20
-"""Attempts lost with the server are not charged to ``max_attempts``, up to this many per rollout."""
+"""Attempts that are not charged to ``max_attempts`` may be this many per rollout."""
+
+UNCHARGED = (Kind.SERVER_LOST, Kind.UNSCHEDULABLE)
+"""Kinds of infra failure that only say that it was no time for an attempt."""
 
 
 def end_attempt(
@@ -125,7 +128,7 @@ def _settle(
     if verdict.outcome is Outcome.INFRA_FAILURE and not rollout.external:
         failures = _charged(change, rollout)
         if failures < rollout.max_attempts and rollout.attempts < rollout.max_attempts + FREE_RESTARTS:
-            lost = verdict.kind is Kind.SERVER_LOST
+            lost = verdict.kind in UNCHARGED
             _pend(change, rollout, verdict.kind.value, change.now + (0 if lost else clock.backoff(failures)))
             return
     if verdict.outcome is Outcome.TASK_FAILURE and rollout.task_id is not None:
@@ -139,7 +142,7 @@ def _pend(change: Change, rollout: RolloutRow, after: str, not_before: float) ->
 
 
 def _charged(change: Change, rollout: RolloutRow) -> int:
-    """Attempts of the rollout that ended by a fault which was not the server's own restart."""
+    """Attempts of the rollout that count against ``max_attempts``."""
     return int(
         change.connection.execute(
             sa.select(sa.func.count())
@@ -147,7 +150,7 @@ def _charged(change: Change, rollout: RolloutRow) -> int:
             .where(
                 t.attempts.c.rollout_id == rollout.id,
                 t.attempts.c.outcome == Outcome.INFRA_FAILURE,
-                t.attempts.c.kind != Kind.SERVER_LOST,
+                t.attempts.c.kind.not_in(UNCHARGED),
             )
         ).scalar_one()
     )
@@ -178,8 +181,11 @@ def _complete_group(change: Change, group_id: str, run_id: str) -> None:
 
 
 def _breaker(change: Change, rollout: RolloutRow, verdict: Verdict) -> None:
-    """Infra failures in a row pause the run: whatever is broken would eat every rollout's attempts."""
+    """Infra failures in a row pause the run: whatever is broken would eat every rollout's attempts. A cluster that
+    is full is not broken: others of the run are under way in it."""
     if verdict.outcome is Outcome.CANCELLED or verdict.kind is Kind.SERVER_LOST:
+        return
+    if verdict.kind is Kind.UNSCHEDULABLE and _under_way(change, rollout.run_id):
         return
     run = change.run(rollout.run_id)
     assert run is not None  # a foreign key
@@ -190,3 +196,15 @@ def _breaker(change: Change, rollout: RolloutRow, verdict: Verdict) -> None:
         reason = f"breaker: {streak} infra failures in a row, the last was {verdict.kind.value}"
         change.move_run(run, RunState.PAUSED, reason=reason)
         change.emit("run_paused", run_id=run.id, reason=reason)
+
+
+def _under_way(change: Change, run_id: str) -> bool:
+    """Whether the runner of any attempt of the run has joined."""
+    gone_or_not_yet = (AttemptState.QUEUED, AttemptState.LAUNCHING, AttemptState.ENDED)
+    query = (
+        sa.select(t.attempts.c.id)
+        .join(t.rollouts, t.rollouts.c.id == t.attempts.c.rollout_id)
+        .where(t.rollouts.c.run_id == run_id, t.attempts.c.state.not_in(gone_or_not_yet))
+        .limit(1)
+    )
+    return change.connection.execute(query).first() is not None

@@ -4,12 +4,15 @@ A backend keeps no state of its own that matters: rows are written before it act
 facts, which the lifecycle turns into outcomes.
 """
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Literal, Protocol
 
 import msgspec
 
 from forge_server.domain.events import Fact
+
+PLENTY = 1 << 30
+"""More attempts than anybody wants."""
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +42,18 @@ class Gone(msgspec.Struct, frozen=True, kw_only=True):
     log: str = ""
 
 
+OnGone = Callable[[Gone], Awaitable[object]]
+"""Called on the event loop. What it returns is done once the fact is written; it need not be awaited."""
+
+
+class Look(msgspec.Struct, frozen=True, kw_only=True):
+    """What a closer look at an attempt has shown. ``fact``: what ends it; None when it may go on."""
+
+    evidence: dict[str, Any]
+    fact: Fact | None = None
+    independent: bool = False
+
+
 class LaunchFailed(Exception):
     """The attempt could not be launched; ``fact`` and ``evidence`` go into its outcome."""
 
@@ -54,28 +69,33 @@ class Backend(Protocol):
     def name(self) -> Literal["local", "kubernetes"]: ...
 
     @property
-    def missing(self) -> Fact:
-        """What it means when nothing runs for an attempt that was launched."""
+    def trouble(self) -> str:
+        """Why attempts cannot start now, through no fault of theirs; empty when all is well."""
         ...
 
-    def room(self) -> bool:
-        """Whether a further attempt is worth a try now; False holds launches back and spends none."""
+    def room(self) -> int:
+        """How many further attempts are worth a try now; those held back are not spent."""
         ...
 
-    async def start(self, on_gone: Callable[[Gone], None]) -> None:
+    async def start(self, on_gone: OnGone) -> None:
         """Take over or clear away what an earlier life left; from now on call ``on_gone`` on the event loop.
 
         Raises SandboxError when attempts cannot be run as safely as demanded.
         """
 
     async def launch(self, launch: Launch) -> dict[str, Any]:
-        """Start the runner; returns the handle by which it can be found again. Raises LaunchFailed."""
+        """Start the runner; returns the handle by which it can be found again. Waits for as long as there is no
+        room. Launching again what was launched before finds it. Raises LaunchFailed."""
 
     async def stop(self, attempt_id: str, grace_s: float) -> None:
         """End the runner and everything it started, by force after ``grace_s``; nothing left on return."""
 
     async def running(self) -> frozenset[str]:
         """The attempts that something is running for. Raises ClusterError when that cannot be known."""
+
+    async def look(self, attempt_id: str) -> Look:
+        """Look afresh at an attempt that is silent, late or missing. Raises ClusterError when nothing can be
+        seen."""
 
     async def close(self, grace_s: float) -> None:
         """Stop whatever must not outlive the server."""

@@ -14,7 +14,6 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, Literal, Protocol
 
@@ -29,7 +28,7 @@ from forge_server.runner.confine import kill_user
 from forge_server.runner.main import DISMISSED
 from forge_server.runner.pack import pack
 from forge_server.scheduler import leftovers
-from forge_server.scheduler.backend import Gone, Launch, LaunchFailed
+from forge_server.scheduler.backend import PLENTY, Gone, Launch, LaunchFailed, Look, OnGone
 from forge_server.scheduler.limits import Cgroups, clear_instance
 from forge_server.scheduler.sandbox import Sandbox, probe
 from forge_server.scheduler.uids import UserIds
@@ -77,19 +76,19 @@ class LocalBackend:
     """Lives as long as the server; see ``scheduler.backend.Backend``."""
 
     name: Literal["local"] = "local"
-    missing = Fact.PROCESS_GONE
+    trouble = ""
 
     def __init__(self, options: LocalOptions, harness_home: HarnessHome) -> None:
         self._options, self._home = options, harness_home
         self._runners: dict[str, _Runner] = {}
         self._users: UserIds | None = None
-        self._on_gone: Callable[[Gone], None] = lambda gone: None
+        self._on_gone: OnGone | None = None
         self.sandbox: Sandbox | None = None
         self._cgroups = Cgroups("", [])
 
-    def room(self) -> bool:
+    def room(self) -> int:
         """Always: what this machine bears is what ``in_flight`` says."""
-        return True
+        return PLENTY
 
     @property
     def forge(self) -> Path:
@@ -101,7 +100,7 @@ class LocalBackend:
         """The folder with one folder per attempt."""
         return self._options.folder / "attempts"
 
-    async def start(self, on_gone: Callable[[Gone], None]) -> None:
+    async def start(self, on_gone: OnGone) -> None:
         self._on_gone = on_gone
         self.sandbox = probe(self._options.min_sandbox)
         self._users = UserIds.hold() if self.sandbox.own_user else None
@@ -212,6 +211,11 @@ class LocalBackend:
     async def running(self) -> frozenset[str]:
         return frozenset(name for name, runner in self._runners.items() if runner.trial is None)
 
+    async def look(self, attempt_id: str) -> Look:
+        if attempt_id in self._runners:
+            return Look(evidence={"runner": "it runs"})
+        return Look(evidence={"runner": "there is none"}, fact=Fact.PROCESS_GONE)
+
     async def close(self, grace_s: float) -> None:
         await asyncio.gather(*(self.stop(attempt_id, grace_s) for attempt_id in tuple(self._runners)))
         await asyncio.to_thread(self._cgroups.close)
@@ -248,7 +252,8 @@ class LocalBackend:
         # A runner that somebody killed, or that lost its server, was not brought down by the agent, which a
         # sandbox keeps from it; one that stumbled may have been.
         independent = self.sandbox.level != "none" and (code < 0 or code == DISMISSED)
-        self._on_gone(
+        assert self._on_gone is not None
+        await self._on_gone(
             Gone(
                 attempt_id=attempt_id,
                 fact=Fact.PROCESS_GONE,

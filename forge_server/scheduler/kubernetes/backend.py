@@ -2,13 +2,14 @@
 
 Level-triggered: what is wanted are rows, what there is are pods in the cache; every step may be lost and is made
 again. Invariants I6 and I7: names are the attempts', so that a create whose answer was lost finds its own pod; an
-attempt that was given up on stays doomed until its pod is gone; nothing is concluded from a list that failed.
+attempt that was given up on stays doomed until its pod is gone; a fact is a row before its pod is deleted; nothing
+is concluded from a list that failed. All waiting is measured by this machine's own clock.
 """
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any, Literal
 
 import msgspec
@@ -16,12 +17,12 @@ import structlog
 
 from forge_server.domain.errors import ClusterError, ConfigError
 from forge_server.domain.events import Fact
-from forge_server.scheduler.backend import Gone, Launch, LaunchFailed
+from forge_server.scheduler.backend import Gone, Launch, LaunchFailed, Look, OnGone
 from forge_server.scheduler.kubernetes import pod as pods_of
 from forge_server.scheduler.kubernetes.client import ApiError, Pods
 from forge_server.scheduler.kubernetes.manifests import DOMAIN, Labels, Templates, selector
 from forge_server.scheduler.kubernetes.pod import Finding, Pod
-from forge_server.scheduler.kubernetes.rate import Rate
+from forge_server.scheduler.kubernetes.rate import Capacity, Gate, Rate
 from forge_server.scheduler.kubernetes.watch import PodCache
 
 log = structlog.get_logger(__name__)
@@ -33,8 +34,9 @@ AGENT = 10001
 RUNNER = "runner"
 """Name of the container whose log is kept."""
 
-_PAUSE_MAX_S = 15.0
-_LEAVING_S = 60.0  # beyond the grace period: a kubelet needs its time
+_LEAVING_S = 30.0  # beyond the grace period: then a pod's node is not waited for
+_GRACE_S = 5.0  # of pods that end by themselves, or by others
+_AGAIN_S = 1.0  # when a pod of the name is leaving
 _CREATES = 16  # at a time
 _DELETES = 16
 
@@ -60,29 +62,30 @@ class KubernetesBackend:
     """Lives as long as the server; its pods live on. See ``scheduler.backend.Backend``."""
 
     name: Literal["kubernetes"] = "kubernetes"
-    missing = Fact.POD_LOST  # no agent can delete a pod
 
-    def __init__(
-        self,
-        pods: Pods,
-        templates: Templates,
-        options: KubernetesOptions,
-        *,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._pods, self._templates, self._options, self._clock = pods, templates, options, clock
-        self._cache = PodCache(pods, selector(options.instance), self._changed, self._vanished)
+    def __init__(self, pods: Pods, templates: Templates, options: KubernetesOptions) -> None:
+        self._pods, self._templates, self._options = pods, templates, options
+        self._cache = PodCache(
+            pods, selector(options.instance), self._changed, self._vanished, self._answers_again
+        )
         self._keeping: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._on_gone: OnGone | None = None
+        # attempts
         self._launching: set[str] = set()
-        self._doomed: dict[str, float] = {}  # attempts given up on -> grace of their pods
-        self._told: set[str] = set()  # attempts whose end was reported
-        self._left: dict[str, asyncio.Event] = {}  # set when the attempt's pod is gone
-        self._on_gone: Callable[[Gone], None] = lambda gone: None
-        self._create_rate = Rate(options.create_per_s, _CREATES)
+        self._waiting: dict[str, asyncio.Future[int]] = {}  # for their turn to create a pod
+        self._doomed: dict[str, float] = {}  # given up on -> grace of their pods
+        self._told: dict[str, bool] = {}  # their end was seen; whether it is a row by now
+        self._kept: set[str] = set()  # their pods are kept for a while, to be looked at
+        self._left: dict[str, asyncio.Event] = {}  # set when the pod is gone
+        self._stuck: dict[str, tuple[str, float]] = {}  # what their pods wait for, since when
+        self._leaving: dict[str, float] = {}  # their pods are being deleted, since when
+        self._placed: set[str] = set()  # their pods have a node
+        # the cluster
+        self._rate = Rate(options.create_per_s, _CREATES)
+        self._gate, self._capacity = Gate(), Capacity()
         self._creates, self._deletes = asyncio.Semaphore(_CREATES), asyncio.Semaphore(_DELETES)
-        self._refused_until = 0.0
-        self._refusal = ""
+        self._refusal: ApiError | None = None
 
     @property
     def blind(self) -> str:
@@ -92,17 +95,23 @@ class KubernetesBackend:
     @property
     def trouble(self) -> str:
         """Why pods cannot be seen or made now; empty when all is well. A quota that is used up is no fault."""
-        return self.blind or (self._refusal if self._full else "")
+        refusal = self._refusal if self._gate.shut else None
+        return self.blind or (str(refusal) if refusal is not None and not refusal.over_quota else "")
 
     @property
-    def _full(self) -> bool:
-        return self._clock() < self._refused_until
+    def full(self) -> str:
+        """Why no further pod is made now although all is well; empty when there is room."""
+        if self._gate.shut and self._refusal is not None:
+            return str(self._refusal)
+        return ""
 
-    def room(self) -> bool:
-        """Whether a further pod is worth a try: the cluster did not refuse one just now."""
-        return not self._full and not self._cache.trouble
+    def room(self) -> int:
+        if self.blind or self._gate.shut:
+            return 0
+        going = self._doomed.keys() & self._cache.found.keys()
+        return self._capacity.room(len(self._cache.found) - len(going) + len(self._launching))
 
-    async def start(self, on_gone: Callable[[Gone], None]) -> None:
+    async def start(self, on_gone: OnGone) -> None:
         self._on_gone = on_gone
         self._keeping = asyncio.create_task(self._cache.keep(), name="pods")
         log.info("kubernetes backend", server=self._pods.server, namespace=self._pods.namespace)
@@ -150,54 +159,80 @@ class KubernetesBackend:
         return self._templates.pod(labels, {f"{DOMAIN}/join": launch.join_token}, values)
 
     async def _create(self, attempt_id: str, manifest: dict[str, Any]) -> Pod:
-        """Create the pod, however often it takes while that is sensible. The attempt's startup clock, which dooms
-        it, bounds the wait. Raises LaunchFailed."""
-        pause = 0.25
+        """Create the pod, however often it takes while that is sensible; what ends the attempt ends the wait.
+        Raises LaunchFailed."""
         while True:
-            if attempt_id in self._doomed:
-                raise LaunchFailed(
-                    Fact.LAUNCH_FAILED, {"error": "given up on while its pod was being created"}
-                )
+            turn = await self._turn(attempt_id)
             try:
-                async with self._creates:
-                    await self._create_rate.take()
-                    return await self._pods.create(manifest)
+                made = await self._pods.create(manifest)
+                self._gate.taken()
+                return made
             except ApiError as error:
-                if error.reason == "AlreadyExists" and (found := await self._own(attempt_id)) is not None:
-                    return found  # the answer to an earlier try was lost
+                if error.reason == "AlreadyExists":  # the answer to an earlier try was lost
+                    found = await self._own(attempt_id)
+                    if found is not None:
+                        return found
+                    await asyncio.sleep(_AGAIN_S)
+                    continue
                 if not error.transient:
                     raise LaunchFailed(_blame(error), {"error": str(error), "status": error.status}) from None
-                wait = max(error.retry_after, pause)
-                self._refused(error, wait)
-            await asyncio.sleep(wait)
-            pause = min(2 * pause, _PAUSE_MAX_S)
+                if not self._gate.shut:
+                    log.warning("the cluster takes no further pod now", error=str(error))
+                self._refusal = error
+                self._gate.refused(turn, error.retry_after)
+            finally:
+                self._creates.release()
+
+    async def _turn(self, attempt_id: str) -> int:
+        """Wait until a pod may be created, and hold one of the places for it. Raises LaunchFailed when the attempt
+        is given up on meanwhile."""
+
+        async def wait() -> int:
+            await self._creates.acquire()
+            try:
+                turn = await self._gate.enter()
+                await self._rate.take()
+            except BaseException:
+                self._creates.release()
+                raise
+            return turn
+
+        if attempt_id not in self._doomed:
+            waiting = self._waiting[attempt_id] = asyncio.ensure_future(wait())
+            try:
+                return await waiting
+            except asyncio.CancelledError:
+                if attempt_id not in self._doomed:
+                    raise
+            finally:
+                del self._waiting[attempt_id]
+        raise LaunchFailed(Fact.LAUNCH_FAILED, {"error": "given up on before its pod was created"})
 
     async def _own(self, attempt_id: str) -> Pod | None:
-        """The attempt's pod when it is there, is this server's, and is not on its way out."""
+        """The attempt's pod; None when it is not to be seen now, or is on its way out. Raises LaunchFailed when
+        the pod of its name is somebody else's."""
         with contextlib.suppress(ApiError):
             found = await self._pods.get(attempt_id)
+            if found is not None and found.metadata.labels.instance != self._options.instance:
+                raise LaunchFailed(Fact.LAUNCH_FAILED, {"error": "another server's pod has its name"})
             if found is not None and found.metadata.deletion_timestamp is None:
-                labels = found.metadata.labels
-                if labels.get(f"{DOMAIN}/instance") == self._options.instance:
-                    return found
+                return found
         return None
-
-    def _refused(self, error: ApiError, wait: float) -> None:
-        if not self._full:
-            log.warning("the cluster takes no further pod now", error=str(error))
-        self._refused_until = self._clock() + wait
-        self._refusal = str(error)
 
     async def stop(self, attempt_id: str, grace_s: float) -> None:
         """Returns when the pod is gone, or when it should be: it stays doomed, and is deleted whenever it is
         seen."""
+        if attempt_id in self._kept:
+            return
         self._doomed[attempt_id] = grace_s
+        if (waiting := self._waiting.get(attempt_id)) is not None:
+            waiting.cancel()
         left = self._left.setdefault(attempt_id, asyncio.Event())
         if not await self._delete(attempt_id, grace_s) and attempt_id not in self._launching:
             self._forget(attempt_id)
             return
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(left.wait(), grace_s + _LEAVING_S)
+            await asyncio.wait_for(left.wait(), grace_s + 2 * _LEAVING_S)
 
     async def _delete(self, attempt_id: str, grace_s: float) -> bool:
         """Ask for the pod's deletion; False when there is none. An API server that does not answer is asked
@@ -210,23 +245,40 @@ class KubernetesBackend:
             return True
 
     async def running(self) -> frozenset[str]:
-        if not self._cache.synced.is_set() or self._cache.trouble:
+        if self.blind:
             raise ClusterError(
-                f"the pods cannot be seen: {self._cache.trouble or 'not listed yet'}",
+                f"the pods cannot be seen: {self.blind}",
                 where=self._pods.server,
                 mend="see whether the API server answers",
             )
-        found = set()
-        for pod in tuple(self._cache.found.values()):
-            attempt_id = _attempt_of(pod)
-            found.add(attempt_id)
-            if attempt_id in self._doomed and pod.metadata.deletion_timestamp is None:
-                self._spawn(self._delete_again(attempt_id))
-            else:
-                self._examine(pod)
-        for attempt_id in self._doomed.keys() - found - self._launching:
-            self._forget(attempt_id)
-        return frozenset(found | self._launching)
+        found = self._cache.found
+        for attempt_id in tuple(self._stuck):
+            if attempt_id in found:
+                self._examine(found[attempt_id])
+        for attempt_id in tuple(self._doomed):
+            if attempt_id not in found and attempt_id not in self._launching:
+                self._forget(attempt_id)
+            elif attempt_id in found:
+                self._insist(found[attempt_id])
+        return frozenset((found.keys() - self._kept) | self._launching)
+
+    async def look(self, attempt_id: str) -> Look:
+        if attempt_id in self._told:
+            return Look(evidence={"pod": "its end is being written down"})
+        try:
+            pod = await self._pods.get(attempt_id)
+        except ApiError as error:
+            raise ClusterError(f"its pod cannot be seen: {error}", where=self._pods.server) from None
+        if pod is None:
+            finding: Finding | None = pods_of.vanished(self._cache.found.get(attempt_id))
+        else:
+            finding = pods_of.judge(pod, self._waited(pod), self._options.limits) or pods_of.silent(pod)
+        if (pod is None) == (attempt_id in self._cache.found):
+            self._cache.relist()  # the watch has gone silent: it does not show what there is
+        if finding is None:
+            assert pod is not None
+            return Look(evidence=pods_of.evidence_of(pod))
+        return Look(evidence=finding.evidence, fact=finding.fact, independent=finding.independent)
 
     async def close(self, grace_s: float) -> None:
         """Pods live on: the next start finds them."""
@@ -239,58 +291,118 @@ class KubernetesBackend:
 
     # What the cache tells must be handled without waiting.
 
+    def _answers_again(self) -> None:
+        self._gate.hint()
+
     def _changed(self, pod: Pod) -> None:
-        attempt_id = _attempt_of(pod)
-        if attempt_id in self._doomed and pod.metadata.deletion_timestamp is None:
-            self._spawn(self._delete_again(attempt_id))
-        self._examine(pod)
+        attempt_id = pod.metadata.name
+        if not pods_of.placed(pod):
+            self._placed.discard(attempt_id)
+        elif attempt_id not in self._placed:
+            self._placed.add(attempt_id)
+            self._capacity.grown(len(self._placed))
+        if pod.metadata.deletion_timestamp is not None:
+            self._leaving.setdefault(attempt_id, time.monotonic())
+        if attempt_id in self._doomed:
+            self._insist(pod)
+        else:
+            self._examine(pod)
 
     def _vanished(self, pod: Pod) -> None:
-        attempt_id = _attempt_of(pod)
+        attempt_id = pod.metadata.name
         if attempt_id not in self._doomed and attempt_id not in self._told:
-            self._tell(attempt_id, pods_of.vanished(pod), "")
-        self._forget(attempt_id)
+            self._told[attempt_id] = False
+            self._spawn(self._report(attempt_id, pods_of.vanished(pod), ""))
+        else:
+            self._forget(attempt_id)
+        self._placed.discard(attempt_id)
+        self._gate.hint()  # there may be room now
 
     def _examine(self, pod: Pod) -> None:
-        attempt_id = _attempt_of(pod)
-        if attempt_id in self._told:
+        """Whether this pod's attempt has ended by what is seen of it."""
+        attempt_id = pod.metadata.name
+        if attempt_id in self._told or attempt_id in self._doomed:
             return
-        finding = pods_of.find(pod, self._clock(), self._options.limits, ours=attempt_id in self._doomed)
-        if finding is not None:
-            self._told.add(attempt_id)
-            self._spawn(self._conclude(attempt_id, pod, finding))
+        finding = pods_of.judge(pod, self._waited(pod), self._options.limits)
+        if finding is None:
+            return
+        if finding.fact is Fact.UNSCHEDULABLE:
+            self._capacity.full(len(self._placed))
+        self._told[attempt_id] = False
+        self._spawn(self._conclude(attempt_id, pod, finding))
+
+    def _waited(self, pod: Pod) -> float:
+        """Seconds for which the pod has been seen waiting for what it waits for."""
+        wait, now = pods_of.waits_for(pod), time.monotonic()
+        if wait is None:
+            self._stuck.pop(pod.metadata.name, None)
+            return 0.0
+        what, since = self._stuck.setdefault(pod.metadata.name, (wait.what, now))
+        if what != wait.what:
+            self._stuck[pod.metadata.name] = (wait.what, since := now)
+        return now - since
+
+    def _insist(self, pod: Pod) -> None:
+        """A doomed pod is to be deleted, and one that does not leave is not asked any more: its node may be dead,
+        and its keys are worthless by now."""
+        attempt_id = pod.metadata.name
+        grace_s = self._doomed[attempt_id]
+        if pod.metadata.deletion_timestamp is None:
+            self._spawn(self._delete_again(attempt_id, grace_s))
+        elif time.monotonic() - self._leaving.get(attempt_id, time.monotonic()) > grace_s + _LEAVING_S:
+            log.warning("a pod does not leave and is removed by force", attempt=attempt_id)
+            self._leaving[attempt_id] = time.monotonic()
+            self._spawn(self._delete_again(attempt_id, 0.0))
 
     async def _conclude(self, attempt_id: str, pod: Pod, finding: Finding) -> None:
         """Keep the runner's last words, report, and clear the pod away."""
-        text = ""
-        if pod.status.container_statuses and pod.status.phase != "Pending":
-            text = await self._pods.log(pod.metadata.name, RUNNER, LOG_TAIL)
-        self._tell(attempt_id, finding, text)
         if pod.status.phase == "Failed" and self._options.keep_failed_s:
+            self._kept.add(attempt_id)
+        text = ""
+        if pod.status.container_statuses and pod.status.phase not in ("Pending", "Succeeded"):
+            text = await self._pods.log(attempt_id, RUNNER, LOG_TAIL)
+        await self._report(attempt_id, finding, text)
+        if attempt_id in self._kept:
             await asyncio.sleep(self._options.keep_failed_s)
-        self._doomed.setdefault(attempt_id, 0.0)
-        await self._delete_again(attempt_id)
+            self._kept.discard(attempt_id)
+        if attempt_id in self._cache.found:
+            grace_s = _GRACE_S if pods_of.placed(pod) else 0.0
+            self._doomed.setdefault(attempt_id, grace_s)
+            await self._delete_again(attempt_id, grace_s)
 
-    async def _delete_again(self, attempt_id: str) -> None:
-        if not await self._delete(attempt_id, self._doomed.get(attempt_id, 0.0)):
+    async def _report(self, attempt_id: str, finding: Finding, text: str) -> None:
+        """Returns when the fact is a row. If it cannot be written it is found again."""
+        assert self._on_gone is not None
+        gone = Gone(
+            attempt_id=attempt_id,
+            fact=finding.fact,
+            evidence=finding.evidence,
+            independent=finding.independent,
+            log=text,
+        )
+        try:
+            await self._on_gone(gone)
+        except Exception:
+            del self._told[attempt_id]
+            self._stuck[attempt_id] = ("", time.monotonic())  # it is looked at again
+            raise
+        self._told[attempt_id] = True
+        if attempt_id not in self._cache.found:
             self._forget(attempt_id)
 
-    def _tell(self, attempt_id: str, finding: Finding, text: str) -> None:
-        self._told.add(attempt_id)
-        self._on_gone(
-            Gone(
-                attempt_id=attempt_id,
-                fact=finding.fact,
-                evidence=finding.evidence,
-                independent=finding.independent,
-                log=text,
-            )
-        )
+    async def _delete_again(self, attempt_id: str, grace_s: float) -> None:
+        if not await self._delete(attempt_id, grace_s):
+            self._forget(attempt_id)
 
     def _forget(self, attempt_id: str) -> None:
-        """There is no pod of this attempt any more, and there will be none."""
+        """There is no pod of this attempt any more, and there will be none; what is being told is told first."""
+        if self._told.get(attempt_id) is False:
+            return
+        self._told.pop(attempt_id, None)
         self._doomed.pop(attempt_id, None)
-        self._told.discard(attempt_id)
+        self._kept.discard(attempt_id)
+        self._stuck.pop(attempt_id, None)
+        self._leaving.pop(attempt_id, None)
         if (left := self._left.pop(attempt_id, None)) is not None:
             left.set()
 
@@ -303,10 +415,6 @@ class KubernetesBackend:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             log.error("a step of the kubernetes backend failed", exc_info=task.exception())
-
-
-def _attempt_of(pod: Pod) -> str:
-    return pod.metadata.labels.get(f"{DOMAIN}/attempt", pod.metadata.name)
 
 
 def _blame(error: ApiError) -> Fact:

@@ -1,12 +1,14 @@
 """Talks to the API server: raw answers of the official client, decoded by msgspec into the fields that are read.
 
 Every request has a time limit of its own (the client's default would end a watch after 300 s); the watch has one on
-both sides and one on silence, because a connection that is half open says nothing for ever.
+both sides and one on silence, because a connection that is half open says nothing for ever. Credentials that the API
+server does not take any more are read anew, once per request.
 """
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+import functools
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,9 @@ from forge_server.scheduler.kubernetes.pod import Pod
 
 ANSWER_S = 30.0
 """Seconds within which any answer but a watch must be complete."""
+
+LOG_S = 5.0
+"""Seconds that last words are waited for: the node that has them may be what is broken."""
 
 PAGE = 500
 """Pods per page of a list."""
@@ -43,8 +48,8 @@ class ApiError(Exception):
 
     @property
     def transient(self) -> bool:
-        """Asking again later may help."""
-        return self.status in (0, 408, 409, 429) or self.status >= 500 or self.over_quota
+        """Asking again later may help. That includes credentials, which others bring up to date."""
+        return self.status in (0, 401, 408, 409, 429) or self.status >= 500 or self.over_quota
 
 
 class _ListMeta(msgspec.Struct, frozen=True, rename="camel"):
@@ -65,29 +70,32 @@ class Refusal(msgspec.Struct, frozen=True):
     message: str = ""
 
 
-class WatchEvent(msgspec.Struct, frozen=True):
-    type: str
-    object: msgspec.Raw
-
-
 class Seen(msgspec.Struct, frozen=True):
-    """One line of a watch. ``pod`` of a bookmark has a resource version only."""
+    """One line of a watch. The pod of a bookmark has a resource version only."""
 
     type: str
-    pod: Pod
+    pod: Pod = msgspec.field(name="object")
+
+
+class _Error(msgspec.Struct, frozen=True):
+    object: Refusal
 
 
 _POD = msgspec.json.Decoder(Pod)
 _LIST = msgspec.json.Decoder(PodList)
-_EVENT = msgspec.json.Decoder(WatchEvent)
+_SEEN = msgspec.json.Decoder(Seen)
+_ERROR = msgspec.json.Decoder(_Error)
 _REFUSAL = msgspec.json.Decoder(Refusal)
+
+Reload = Callable[[k8s.Configuration], Awaitable[None]]
+"""Reads the credentials again, into the configuration that is in use."""
 
 
 class Pods:
     """The pods of one namespace. ``close`` it."""
 
-    def __init__(self, api: k8s.ApiClient, namespace: str) -> None:
-        self.api, self.namespace = api, namespace
+    def __init__(self, api: k8s.ApiClient, namespace: str, reload: Reload | None = None) -> None:
+        self.api, self.namespace, self._reload = api, namespace, reload
         self._core = k8s.CoreV1Api(api)
 
     @classmethod
@@ -96,38 +104,28 @@ class Pods:
         ``namespace`` empty: that of the context, or of the account. Raises ConfigError."""
         configuration = k8s.Configuration()
         where = kubeconfig or "[kubernetes]"
+        reload: Reload | None = None
         try:
             _must_exist(kubeconfig)
             if not kubeconfig and _inside():
                 k8s_config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
                 found = _own_namespace()
             else:
-                await k8s_config.load_kube_config(  # type: ignore[no-untyped-call]
-                    config_file=kubeconfig or None,
-                    context=context or None,
-                    client_configuration=configuration,
-                    persist_config=False,
-                )
+                await _load(kubeconfig, context, configuration)
                 found = _namespace_of(kubeconfig, context)
+                reload = functools.partial(_load_again, kubeconfig, context)
             if not str(configuration.host).startswith(("https://", "http://")):
                 raise ValueError(f"the server {configuration.host!r} is no URL")
             configuration.connection_pool_maxsize = 64
             api = k8s.ApiClient(configuration)
-        except (
-            k8s_config.ConfigException,
-            yaml.YAMLError,
-            OSError,
-            ValueError,
-            LookupError,
-            TypeError,
-        ) as error:
+        except _READING as error:
             told = " ".join(str(error).split())[:300]
             raise ConfigError(
                 f"no cluster can be reached with this configuration: {told}",
                 where=where,
                 mend="set [kubernetes] kubeconfig and context, or run inside the cluster",
             ) from None
-        return cls(api, namespace or found or "default")
+        return cls(api, namespace or found or "default", reload)
 
     @property
     def server(self) -> str:
@@ -140,39 +138,43 @@ class Pods:
             self.namespace,
             label_selector=selector,
             limit=PAGE,
-            **({"_continue": after} if after else {}),
+            _continue=after or None,
         )
         return _LIST.decode(data)
 
     async def watch(
         self, selector: str, version: str, window_s: float, silence_s: float
-    ) -> AsyncIterator[Seen]:
-        """Changes since ``version``, until the server ends the watch (after ``window_s``) or is silent for
-        ``silence_s``; then it just ends. Raises ApiError, with 410 when ``version`` is too old."""
-        response = await self._open(
-            self._core.list_namespaced_pod_without_preload_content,
-            window_s + 60.0,
-            self.namespace,
-            label_selector=selector,
-            watch=True,
-            resource_version=version,
-            allow_watch_bookmarks=True,
-            timeout_seconds=int(window_s),
-        )
+    ) -> AsyncGenerator[list[Seen], None]:
+        """Changes since ``version``, as they come in; first an empty list, when the watch is open. It just ends
+        when the server ends it (after ``window_s``) or is silent for ``silence_s``. Raises ApiError, with 410 when
+        ``version`` is too old."""
+        with _attributed():
+            async with asyncio.timeout(ANSWER_S):
+                response = await self._open(
+                    self._core.list_namespaced_pod_without_preload_content,
+                    window_s + 60.0,
+                    self.namespace,
+                    label_selector=selector,
+                    watch=True,
+                    resource_version=version,
+                    allow_watch_bookmarks=True,
+                    timeout_seconds=int(window_s),
+                )
+        rest = b""
         try:
+            yield []
             while True:
                 with _attributed():
                     try:
-                        line = await asyncio.wait_for(response.content.readline(), silence_s)
+                        async with asyncio.timeout(silence_s):
+                            data = await response.content.readany()
                     except TimeoutError:
                         return
-                if not line:
+                    *lines, rest = (rest + data).split(b"\n")
+                    seen = [_seen(line) for line in lines if line]
+                if not data:
                     return
-                event = _EVENT.decode(line)
-                if event.type == "ERROR":
-                    refusal = _REFUSAL.decode(event.object)
-                    raise ApiError(refusal.code, refusal.reason, refusal.message)
-                yield Seen(event.type, _POD.decode(event.object))
+                yield seen
         finally:
             response.close()
 
@@ -211,7 +213,7 @@ class Pods:
         return True
 
     async def log(self, name: str, container: str, limit_bytes: int) -> str:
-        """The last lines of a container; empty when there are none to be had."""
+        """The last lines of a container; empty when there are none to be had soon."""
         with contextlib.suppress(ApiError):
             data = await self.ask(
                 self._core.read_namespaced_pod_log_without_preload_content,
@@ -219,6 +221,7 @@ class Pods:
                 self.namespace,
                 container=container,
                 tail_lines=400,
+                within=LOG_S,
             )
             return data[-limit_bytes:].decode("utf-8", "replace")
         return ""
@@ -226,11 +229,13 @@ class Pods:
     async def close(self) -> None:
         await self.api.close()  # type: ignore[no-untyped-call]
 
-    async def ask(self, method: Callable[..., Awaitable[Any]], *given: Any, **named: Any) -> bytes:
+    async def ask(
+        self, method: Callable[..., Awaitable[Any]], *given: Any, within: float = ANSWER_S, **named: Any
+    ) -> bytes:
         """The answer to one request of the client's ``…_without_preload_content`` methods. Raises ApiError."""
         with _attributed():
-            async with asyncio.timeout(ANSWER_S):
-                response = await self._open(method, ANSWER_S, *given, **named)
+            async with asyncio.timeout(within):
+                response = await self._open(method, within, *given, **named)
                 data: bytes = await response.read()
         return data
 
@@ -238,6 +243,17 @@ class Pods:
         self, method: Callable[..., Awaitable[Any]], limit_s: float, *given: Any, **named: Any
     ) -> aiohttp.ClientResponse:
         """The response, whose status is good. Raises ApiError."""
+        try:
+            return await self._opened(method, limit_s, *given, **named)
+        except ApiError as error:
+            if error.status != 401 or self._reload is None:
+                raise
+            await self._reload(self.api.configuration)
+        return await self._opened(method, limit_s, *given, **named)
+
+    async def _opened(
+        self, method: Callable[..., Awaitable[Any]], limit_s: float, *given: Any, **named: Any
+    ) -> aiohttp.ClientResponse:
         with _attributed():
             response: aiohttp.ClientResponse = await method(*given, _request_timeout=limit_s, **named)
             if response.status < 300:
@@ -251,6 +267,42 @@ class Pods:
         raise ApiError(
             response.status, refusal.reason, refusal.message, float(wait) if wait.isdigit() else 0.0
         )
+
+
+def _seen(line: bytes) -> Seen:
+    """Raises ApiError for a line that ends the watch."""
+    if line.startswith(b'{"type":"ERROR"'):
+        refusal = _ERROR.decode(line).object
+        raise ApiError(refusal.code, refusal.reason, refusal.message)
+    return _SEEN.decode(line)
+
+
+async def _load(kubeconfig: str, context: str, configuration: k8s.Configuration) -> None:
+    await k8s_config.load_kube_config(  # type: ignore[no-untyped-call]
+        config_file=kubeconfig or None,
+        context=context or None,
+        client_configuration=configuration,
+        persist_config=False,
+    )
+
+
+_READING: tuple[type[Exception], ...] = (
+    k8s_config.ConfigException,
+    yaml.YAMLError,
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+)
+"""What reading a kubeconfig may raise."""
+
+
+async def _load_again(kubeconfig: str, context: str, configuration: k8s.Configuration) -> None:
+    """A file that is wrong by now leaves the credentials as they are."""
+    fresh = k8s.Configuration()
+    with contextlib.suppress(*_READING):
+        await _load(kubeconfig, context, fresh)
+        configuration.api_key = fresh.api_key
 
 
 def _must_exist(kubeconfig: str) -> None:

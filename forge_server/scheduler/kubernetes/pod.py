@@ -3,8 +3,11 @@
 A pod's phase is not an outcome: a preempted pod whose harness ends on SIGTERM is ``Succeeded``, and a pod past
 its deadline has running containers. The runner's finish and the call log decide; what is here explains an
 attempt whose runner had no last word (DESIGN §6, I5).
+
+How long a pod has waited is measured by whoever watches it: the cluster's clock need not agree with ours.
 """
 
+import re
 from datetime import datetime
 from typing import Any
 
@@ -14,72 +17,72 @@ from forge_server.domain.events import Fact
 from forge_server.runner.main import DISMISSED
 
 
-class _Part(msgspec.Struct, frozen=True, rename="camel"):
-    """Only the fields that are read; others are skipped without being built."""
+class _Part(msgspec.Struct, frozen=True, rename="camel", gc=False):
+    """Only the fields that are read; others are skipped without being built. Thousands are kept."""
 
 
-class Condition(_Part, frozen=True, rename="camel"):
+class Condition(_Part, frozen=True, rename="camel", gc=False):
     type: str
     status: str = ""
     reason: str = ""
     message: str = ""
-    last_transition_time: datetime | None = None
 
 
-class Waiting(_Part, frozen=True, rename="camel"):
+class Waiting(_Part, frozen=True, rename="camel", gc=False):
     reason: str = ""
     message: str = ""
 
 
-class Terminated(_Part, frozen=True, rename="camel"):
+class Terminated(_Part, frozen=True, rename="camel", gc=False):
     exit_code: int = 0
-    signal: int = 0
     reason: str = ""
     message: str = ""
-    started_at: datetime | None = None
-    finished_at: datetime | None = None
 
 
-class Running(_Part, frozen=True, rename="camel"):
-    started_at: datetime | None = None
+class Running(_Part, frozen=True, rename="camel", gc=False):
+    pass
 
 
-class ContainerState(_Part, frozen=True, rename="camel"):
+class ContainerState(_Part, frozen=True, rename="camel", gc=False):
     waiting: Waiting | None = None
     running: Running | None = None
     terminated: Terminated | None = None
 
 
-class ContainerStatus(_Part, frozen=True, rename="camel"):
+class ContainerStatus(_Part, frozen=True, rename="camel", gc=False):
     name: str
     state: ContainerState = ContainerState()
-    restart_count: int = 0
 
 
-class Metadata(_Part, frozen=True, rename="camel"):
+class Owner(msgspec.Struct, frozen=True, gc=False):
+    """The label that tells whose a pod is."""
+
+    instance: str = msgspec.field(default="", name="forge-server/instance")
+
+
+class Metadata(_Part, frozen=True, rename="camel", gc=False):
     name: str = ""
     uid: str = ""
     resource_version: str = ""
-    labels: dict[str, str] = {}
-    creation_timestamp: datetime | None = None
-    deletion_timestamp: datetime | None = None
+    labels: Owner = Owner()
+    creation_timestamp: str = ""
+    deletion_timestamp: str | None = None
 
 
-class Spec(_Part, frozen=True, rename="camel"):
+class Spec(_Part, frozen=True, rename="camel", gc=False):
     node_name: str = ""
 
 
-class Status(_Part, frozen=True, rename="camel"):
+class Status(_Part, frozen=True, rename="camel", gc=False):
     phase: str = ""
     reason: str = ""
     message: str = ""
-    start_time: datetime | None = None
     conditions: tuple[Condition, ...] = ()
     container_statuses: tuple[ContainerStatus, ...] = ()
     init_container_statuses: tuple[ContainerStatus, ...] = ()
 
 
-class Pod(_Part, frozen=True, rename="camel"):
+class Pod(_Part, frozen=True, rename="camel", gc=False):
     metadata: Metadata = Metadata()
     spec: Spec = Spec()
     status: Status = Status()
@@ -98,6 +101,14 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     fact: Fact
     evidence: dict[str, Any]
     independent: bool = False
+
+
+class Wait(msgspec.Struct, frozen=True, kw_only=True):
+    """What a pod waits for that may never come, and what it means if it does not. ``hopeless``: it never will."""
+
+    what: str
+    fact: Fact
+    hopeless: bool = False
 
 
 _HOPELESS = frozenset({"ErrImageNeverPull", "InvalidImageName"})
@@ -128,14 +139,44 @@ _REASONS = {
 }
 
 
+_OWN_EXCESS = re.compile(
+    "ephemeral local storage usage exceeds|exceeded its local ephemeral storage limit|Usage of EmptyDir volume"
+    r"|was using [^,]+, (?:which exceeds its request of|request is) (?!0\b)"
+)
+"""In the message of an eviction: the pod used more than it had asked for. Who has asked for nothing cannot be told
+from a victim of others."""
+
+_UNKNOWN_END = frozenset({"ContainerStatusUnknown", "Unknown"})
+"""Reasons of an end that nobody saw: the node was started anew, or lost its containers."""
+
+
+def judge(pod: Pod, waited: float, limits: Limits) -> Finding | None:
+    """What ends the attempt of this pod, or None while it may still come right. ``waited``: seconds for which
+    it has been seen waiting for the same thing (``waits_for``)."""
+    return _disrupted(pod) or _ended(pod) or _stuck(pod, waited, limits)
+
+
 def find(pod: Pod, now: float, limits: Limits, *, ours: bool) -> Finding | None:
-    """What ends the attempt of this pod, or None while it may still come right.
+    """``judge`` for those who look once: a pod has waited since it was made, if clocks agree.
 
     ``ours``: we asked for its deletion, so that its end says nothing.
     """
     if ours:
         return None
-    return _disrupted(pod) or _ended(pod) or _stuck(pod, now, limits)
+    made = pod.metadata.creation_timestamp
+    return judge(pod, now - datetime.fromisoformat(made).timestamp() if made else 0.0, limits)
+
+
+def silent(pod: Pod) -> Finding | None:
+    """What explains that nothing is heard of a pod that looks alive: its node does not answer either.
+
+    A container that runs is not ready only if the node's controller says so; the kubelet has a reason for it.
+    """
+    ready = next((c for c in pod.status.conditions if c.type == "Ready"), None)
+    alive = any(c.state.running is not None for c in pod.status.container_statuses)
+    if alive and ready is not None and ready.status != "True" and ready.reason != "ContainersNotReady":
+        return _finding(pod, Fact.NODE_LOST)
+    return None
 
 
 def vanished(last: Pod | None) -> Finding:
@@ -146,9 +187,25 @@ def vanished(last: Pod | None) -> Finding:
     return Finding(fact=Fact.POD_LOST, evidence=evidence, independent=True)
 
 
-def timed(pod: Pod, now: float) -> bool:
-    """Whether time alone may change what is found: the pod waits for something."""
-    return pod.status.phase == "Pending" and _stuck(pod, now + 1e9, Limits()) is not None
+def waits_for(pod: Pod) -> Wait | None:
+    """What keeps the pod from starting, if that may last for ever."""
+    if pod.status.phase != "Pending":
+        return None
+    for condition in pod.status.conditions:
+        if condition.type == "PodScheduled" and condition.status == "False":
+            return Wait(what="a node", fact=Fact.UNSCHEDULABLE)
+    for status in (*pod.status.init_container_statuses, *pod.status.container_statuses):
+        reason = status.state.waiting.reason if status.state.waiting is not None else ""
+        if reason in _IMAGE:
+            return Wait(what="an image", fact=Fact.IMAGE_PULL, hopeless=reason in _HOPELESS)
+        if reason in _CONTAINER:
+            return Wait(what="a container", fact=Fact.LAUNCH_FAILED)
+    return None
+
+
+def placed(pod: Pod) -> bool:
+    """Whether it takes room on a node."""
+    return bool(pod.spec.node_name) and pod.status.phase not in ("Succeeded", "Failed")
 
 
 def evidence_of(pod: Pod) -> dict[str, Any]:
@@ -161,7 +218,7 @@ def evidence_of(pod: Pod) -> dict[str, Any]:
     if pod.status.message:
         kept["message"] = pod.status.message[:500]
     if pod.metadata.deletion_timestamp is not None:
-        kept["deleted_at"] = pod.metadata.deletion_timestamp.isoformat()
+        kept["deleted_at"] = pod.metadata.deletion_timestamp
     kept["conditions"] = [
         {k: v for k, v in (("type", c.type), ("reason", c.reason), ("message", c.message[:300])) if v}
         for c in pod.status.conditions
@@ -189,7 +246,12 @@ def _finding(pod: Pod, fact: Fact, *, independent: bool = True) -> Finding:
 
 
 def _disrupted(pod: Pod) -> Finding | None:
-    """Somebody other than us and the agent ends the pod, whatever its containers made of it."""
+    """Somebody other than us and the agent ends the pod, whatever its containers made of it.
+
+    A pod that is evicted because it used more than it had asked for is the agent's doing.
+    """
+    if _OWN_EXCESS.search(pod.status.message):
+        return _finding(pod, Fact.PROCESS_GONE, independent=False)
     for condition in pod.status.conditions:
         if condition.type == "DisruptionTarget" and condition.status == "True":
             return _finding(pod, _DISRUPTED.get(condition.reason, Fact.EVICTED))
@@ -199,11 +261,7 @@ def _disrupted(pod: Pod) -> Finding | None:
         return _finding(pod, Fact.UNSCHEDULABLE)
     if pod.metadata.deletion_timestamp is None:
         return None
-    ready = next((c for c in pod.status.conditions if c.type == "Ready"), None)
-    alive = any(c.state.running is not None for c in pod.status.container_statuses)
-    # the node's own kubelet would have told of its containers' end; a silent one leaves them running, not ready
-    lost = alive and ready is not None and ready.status != "True"
-    return _finding(pod, Fact.NODE_LOST if lost else Fact.POD_LOST)
+    return silent(pod) or _finding(pod, Fact.POD_LOST)
 
 
 def _ended(pod: Pod) -> Finding | None:
@@ -219,28 +277,17 @@ def _ended(pod: Pod) -> Finding | None:
         return _finding(pod, Fact.OOM_AGENT, independent=False)
     if any(end.reason in ("StartError", "ContainerCannotRun") for end in ends):
         return _finding(pod, Fact.LAUNCH_FAILED)
-    dismissed = any(end.exit_code == DISMISSED for end in ends)  # the agent cannot make the runner say that
-    return _finding(pod, Fact.PROCESS_GONE, independent=dismissed)
+    if any(end.reason in _UNKNOWN_END for end in ends):
+        return _finding(pod, Fact.NODE_LOST)
+    # The agent can neither make the runner say that it was dismissed nor hold off our own clocks, which come
+    # long before that of the pod.
+    independent = pod.status.reason == "DeadlineExceeded" or any(end.exit_code == DISMISSED for end in ends)
+    return _finding(pod, Fact.PROCESS_GONE, independent=independent)
 
 
-def _stuck(pod: Pod, now: float, limits: Limits) -> Finding | None:
-    if pod.status.phase != "Pending":
+def _stuck(pod: Pod, waited: float, limits: Limits) -> Finding | None:
+    wait = waits_for(pod)
+    if wait is None:
         return None
-    for condition in pod.status.conditions:
-        if condition.type == "PodScheduled" and condition.status == "False":
-            since = condition.last_transition_time or pod.metadata.creation_timestamp
-            if since is not None and now - since.timestamp() > limits.unschedulable_s:
-                return _finding(pod, Fact.UNSCHEDULABLE)
-    waits = [
-        status.state.waiting
-        for status in (*pod.status.init_container_statuses, *pod.status.container_statuses)
-        if status.state.waiting is not None
-    ]
-    began = pod.status.start_time or pod.metadata.creation_timestamp
-    waited = now - began.timestamp() if began is not None else 0.0
-    for wait in waits:
-        if wait.reason in _IMAGE and (wait.reason in _HOPELESS or waited > limits.image_s):
-            return _finding(pod, Fact.IMAGE_PULL)
-        if wait.reason in _CONTAINER and waited > limits.image_s:
-            return _finding(pod, Fact.LAUNCH_FAILED)
-    return None
+    limit = limits.unschedulable_s if wait.fact is Fact.UNSCHEDULABLE else limits.image_s
+    return _finding(pod, wait.fact) if wait.hopeless or waited > limit else None
