@@ -29,9 +29,10 @@ prove-1: $(VENV)/.installed ## five demo seeds, the control, and the long kills 
 	$(BIN)/python -m tests.prove.seeds
 	$(BIN)/python -m tests.prove.kills
 
-prove-2: $(VENV)/.installed ## every installed harness in record and in splice mode, and requests nobody should send
+prove-2: $(VENV)/.installed ## every installed harness in record and in splice mode and in trouble, and requests nobody should send
 	$(BIN)/python -m tests.prove.harnesses
 	$(BIN)/python -m tests.prove.harnesses --plain --reasoning
+	$(BIN)/python -m tests.prove.harness_faults
 	$(BIN)/python -m tests.prove.fuzz
 
 prove-3: $(VENV)/.installed ## the demo on a real Kubernetes cluster (an hour)

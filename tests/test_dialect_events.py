@@ -310,8 +310,13 @@ def test_errors_within_a_stream() -> None:
     assert (name, data["type"], data["error"]["type"]) == ("error", "error", "api_error")
     ((_, data),) = sse(GEMINI_STREAM.error_event(LOST))
     assert data["error"]["status"] == "UNAVAILABLE"
-    ((_, data),) = sse(COMPLETIONS.error_event(LOST))
-    assert data["error"]["code"] == "engine_unavailable"
+    for refusal, code in (
+        (LOST, 503),
+        (STOP, STOP.code),
+    ):  # the status is told here, since the stream's is 200
+        ((_, data),) = sse(COMPLETIONS.error_event(refusal))
+        assert data["error"]["code"] == code
+    assert CHAT.error_event is COMPLETIONS.error_event
 
 
 def test_a_full_window_is_told_in_the_words_that_clients_know() -> None:

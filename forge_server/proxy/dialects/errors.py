@@ -22,8 +22,12 @@ _GEMINI = {
 
 def openai_error(refusal: Refusal) -> bytes:
     """Chat Completions, Completions and Responses."""
+    return _openai(refusal, refusal.code)
+
+
+def _openai(refusal: Refusal, code: str | int) -> bytes:
     kind = "invalid_request_error" if refusal.status < 500 else "server_error"
-    body = {"message": refusal.message, "type": kind, "param": refusal.param, "code": refusal.code}
+    body = {"message": refusal.message, "type": kind, "param": refusal.param, "code": code}
     return msgspec.json.encode({"error": body})
 
 
@@ -47,5 +51,6 @@ def gemini_error(refusal: Refusal) -> bytes:
 
 
 def openai_error_event(refusal: Refusal) -> bytes:
-    """An error after the headers of a stream have left."""
-    return b"data: " + openai_error(refusal) + b"\n\n"
+    """An error after the headers of a stream have left. One of ours has the status as its code, as vLLM writes it:
+    without a status that says so Qwen Code does not ask again."""
+    return b"data: " + _openai(refusal, refusal.status if refusal.status >= 500 else refusal.code) + b"\n\n"
