@@ -139,7 +139,10 @@ class Attempt:
             if self.stop.dismissed:
                 return DISMISSED
             self.control.post("seal", {"reason": self.stopped_by})
-            self._finish(self._verify())
+            said = self._verify()
+            if self.stop.dismissed and said.status == "timeout":  # it was not the verifier that took too long
+                return DISMISSED
+            self._finish(said)
             return FINISHED
         except (Refused, Unreachable) as error:
             print(f"runner: {error}", file=sys.stderr)
