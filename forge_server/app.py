@@ -399,7 +399,7 @@ class Server:
             self.store,
             self.lifecycle,
             self.instance.secret,
-            lambda: self.listening.pod_url,
+            self._pod_url,
             self.runs.create,
             self.tasks.instruction,
             lambda: max(self.policies.current, 0),
@@ -412,9 +412,8 @@ class Server:
         if settings.scheduler.backend == "kubernetes":
             from forge_server.services import cluster
 
-            pod_url = settings.kubernetes.pod_url or self.listening.pod_url
             pods = await cluster.connect(settings)
-            self.pods = await cluster.backend(settings, pods, self.instance.id, pod_url)
+            self.pods = await cluster.backend(settings, pods, self.instance.id, self._pod_url())
             return self.pods
         return LocalBackend(
             LocalOptions(
@@ -426,6 +425,12 @@ class Server:
             ),
             self._harness_home,
         )
+
+    def _pod_url(self) -> str:
+        """The pod-facing listener as harnesses reach it, in pods or elsewhere."""
+        if self.settings.scheduler.backend == "kubernetes" and self.settings.kubernetes.pod_url:
+            return self.settings.kubernetes.pod_url.rstrip("/")
+        return self.listening.pod_url
 
     async def _launcher(self) -> Launcher:
         """How trainers are started. Raises ConfigError."""
