@@ -30,6 +30,7 @@ from forge_server.api.health import health_routes
 from forge_server.api.idempotent import Idempotency
 from forge_server.api.inspect import inspect_routes
 from forge_server.api.listeners import bind_tcp, bind_unix, serving
+from forge_server.api.metrics import metrics_routes
 from forge_server.api.overview import overview_routes
 from forge_server.api.pod import pod_routes
 from forge_server.api.rollouts import rollout_routes
@@ -77,8 +78,11 @@ from forge_server.scheduler.ticks import Ticks
 from forge_server.services.conversations import conversations, log_tails
 from forge_server.services.data_folder import DataFolder
 from forge_server.services.engine_watch import EngineWatch
+from forge_server.services.event_lines import log_event
+from forge_server.services.event_tally import EventTally
 from forge_server.services.external import ExternalRollouts
 from forge_server.services.lookups import CallPolicies, TaskFiles
+from forge_server.services.metrics import Metrics, Parts
 from forge_server.services.news import News
 from forge_server.services.settling import Settling
 from forge_server.services.task_import import TaskImport
@@ -136,6 +140,7 @@ class _NoEngine:
 
     reason = 'not configured: add [engine] kind = "managed" and model = "FOLDER" to forge.toml'
     ready = False
+    serving = (0, 0)
 
     template = None
 
@@ -275,6 +280,9 @@ class Server:
         self.lifecycle.subscribe(self.sessions.on_event)
         self.news = News()
         self.lifecycle.subscribe(self.news)
+        self.tally = EventTally()
+        self.lifecycle.subscribe(self.tally)
+        self.lifecycle.subscribe(log_event)
         self.tasks = TaskFiles(store)
         self.plans = Plans(
             store,
@@ -548,9 +556,24 @@ class Server:
             guards=[admin_guard(self.admin_key)],
             before_request=refuse_unknown_parameters,
         )
+        metrics = Metrics(
+            Parts(
+                store=self.store,
+                gate=self.gate,
+                calls=self.calls.tally,
+                events=self.tally,
+                scheduler=self.scheduler,
+                engine=self.engine,
+                policy=self.settings.engine.policy,
+            )
+        )
         trainer = trainer_routes(self.link, lambda key: keys.verify(self.instance.secret, key))
         return Litestar(
-            [*health_routes(probes), Router("/api/v1", route_handlers=[api, *trainer])],
+            [
+                *health_routes(probes),
+                *metrics_routes(metrics.render, admin_guard(self.admin_key)),
+                Router("/api/v1", route_handlers=[api, *trainer]),
+            ],
             openapi_config=OpenAPIConfig(
                 title="forge-server",
                 version=__version__,

@@ -81,6 +81,11 @@ class EnginePool:
         return any(replica.ready for replica in self._replicas)
 
     @property
+    def serving(self) -> tuple[int, int]:
+        """Replicas that serve the current policy, and all that should."""
+        return sum(replica.ready for replica in self._replicas), len(self._replicas)
+
+    @property
     def reason(self) -> str:
         """Why it is not ready; empty when it is."""
         if self.ready:

@@ -34,6 +34,7 @@ from forge_server.proxy.replay import choice_of, marks_of
 from forge_server.proxy.sessions import Session
 from forge_server.proxy.splice_align import Unspliceable
 from forge_server.proxy.splice_index import Asked
+from forge_server.proxy.tally import Tally
 from forge_server.store import messages
 from forge_server.store.tables import call_messages, call_tokens, calls
 from forge_server.trajectory.media import locate
@@ -77,6 +78,7 @@ class Calls:
         self._budget_exceeded, self._engine_gave_up = budget_exceeded, engine_gave_up
         self._placeholder, self._clock = placeholder, clock
         self._ids = CallIds()
+        self.tally = Tally()
         self._late: set[asyncio.Task[None]] = set()
 
     async def begin(
@@ -144,6 +146,7 @@ class Calls:
         except StoreError as error:
             self._write_late(flight.id, [(calls, row)], [])
             raise _unavailable(error) from error
+        self.tally.repeats += 1
         return flight.id
 
     async def _stop(self, session: Session, kind: Kind, message: str) -> NoReturn:
@@ -270,6 +273,7 @@ class Calls:
             rows.append((record.WITHHELD, record.withheld(flight, str(error))))
             self._write_late(flight.id, [], rows)
             raise _unavailable(error) from error
+        self.tally.ended(flight.dialect, flight.began_at, end_row)
         if passage.asked is not None:
             splice.remember(session.answers, flight.id, passage.asked, passage.served, result, completion)
         session.landed(answer)
@@ -369,6 +373,7 @@ class Calls:
             flags=passage.flags,
             held_ms=passage.held_ms,
         )
+        self.tally.ended(flight.dialect, flight.began_at, row)
         try:
             await self._store.write_rows([(record.FAILED, row)])
         except StoreError as error:
@@ -381,6 +386,7 @@ class Calls:
         raise refusal
 
     def _write_late(self, call_id: int, intent: record.Rows, end: record.Rows) -> None:
+        self.tally.unrecorded += 1
         task = asyncio.create_task(self._late_rows(call_id, intent, end), name=f"late rows of call {call_id}")
         self._late.add(task)
         task.add_done_callback(self._late.discard)

@@ -113,6 +113,11 @@ class Store:
         """Transactions committed so far (the batching of the writer is rows / commits)."""
         return self._writing().commits
 
+    @property
+    def writer(self) -> Writer:
+        """Whoever wants to know how it does. Raises StoreError when the database is open for reading only."""
+        return self._writing()
+
     def close(self) -> None:
         """Write what is queued, then let go of connections and lock. Idempotent."""
         if self._closed:

@@ -16,6 +16,7 @@ import asyncio
 import collections
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ import sqlalchemy as sa
 import structlog
 
 from forge_server.domain.errors import StoreError
+from forge_server.domain.histogram import COMMIT_S, Histogram
 from forge_server.store import statements
 from forge_server.store.faults import database_fault
 
@@ -78,7 +80,8 @@ class Writer:
         self._wake = threading.Condition()
         self._closing = False
         self._connection = connection
-        self.commits = 0
+        self.commits = self.units = 0
+        self.commit_s = Histogram(COMMIT_S)
         self._thread = threading.Thread(target=self._run, name="store-writer", daemon=True)
         self._thread.start()
 
@@ -107,6 +110,11 @@ class Writer:
             await turn
         return await unit.future
 
+    @property
+    def queued(self) -> tuple[int, int]:
+        """Units that wait, and about how many bytes they hold."""
+        return len(self._queue), self._bytes
+
     def close(self) -> None:
         """Write what is queued, then stop. Later units are refused."""
         with self._wake:
@@ -124,7 +132,10 @@ class Writer:
                 if not self._queue:
                     break
                 batch = [self._queue.popleft() for _ in range(min(len(self._queue), BATCH_UNITS))]
+            began = time.perf_counter()
             self._commit(batch)
+            self.commit_s.observe(time.perf_counter() - began)
+            self.units += len(batch)
             self._answer(batch)
         if self._connection is not None:
             self._connection.close()
