@@ -140,6 +140,11 @@ class KubernetesSettings(Section, frozen=True):
     """CPU request of an attempt; it has no CPU limit."""
     memory_mb: Count = 2048
     """Memory request and limit of an attempt; task and spec go before it."""
+    disk_mb: Count = 10240
+    """What an attempt may write to its node's disk; beyond it is evicted. What is copied into it counts."""
+    image_volumes: bool = True
+    """Mount the runner's image instead of copying it, where the API server has image volumes. False for nodes whose
+    container runtime has not."""
     create_per_s: Seconds = 20.0
     """Pods created per second, at most."""
     keep_failed_s: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 0.0

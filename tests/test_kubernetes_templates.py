@@ -40,6 +40,7 @@ def rendered() -> dict[str, str]:
     outside = deployment.render(settings(OUTSIDE), GOLDEN / "forge.toml", IMAGE, "")
     found |= {f"outside-{name}": text for name, text in outside.items() if found[name] != text}
     found["attempt.yaml"] = deployment.dump([asyncio.run(_attempt(here))])
+    found["attempt-image-volume.yaml"] = deployment.dump([asyncio.run(_attempt(here, image_volumes=True))])
     job = TrainerJob(
         run_id="ru-1",
         url="http://forge-server:8401/x",
@@ -54,13 +55,13 @@ def rendered() -> dict[str, str]:
     return found
 
 
-async def _attempt(here: Settings) -> dict[str, Any]:
+async def _attempt(here: Settings, *, image_volumes: bool = False) -> dict[str, Any]:
     class Nothing(Pods):
         def __init__(self) -> None:
             self.namespace = "forge"
 
     made = await cluster.backend(here, Nothing(), "in-1", "http://192.0.2.7:8400")
-    return made.manifest(cluster.specimen("at-1"))
+    return made.manifest(cluster.specimen("at-1"), image_volumes=image_volumes)
 
 
 def test_templates_give_what_the_golden_files_have() -> None:

@@ -107,6 +107,8 @@ MISTAKES: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "no table": (spoil("task.toml", "agent = 3\n"), "agent is not a table", "[agent]"),
     "bad memory": (spoil("task.toml", '[environment]\nmemory = "much"\n'), "'much'", "memory_mb"),
     "bad image": (spoil("task.toml", "[environment]\ndocker_image = 3\n"), "docker_image is 3", "a name"),
+    "root": (spoil("task.toml", '[agent]\nuser = "root"\n'), "agent.user is root", "every user"),
+    "root verifier": (spoil("task.toml", "[verifier]\nuser = 0\n"), "verifier.user is root", "every user"),
     "steps": (spoil("task.toml", '[[steps]]\nname = "a"\n'), "several steps", "of its own"),
     "secrets": (spoil("task.toml", '[verifier]\nenv = { KEY = "x" }\n'), "environment variables", "test.sh"),
     "own container": (

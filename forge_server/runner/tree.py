@@ -53,7 +53,11 @@ def make(into: Path, environment: Path | None = None) -> None:
     shutil.copy2(python, into / "bin" / "python3")
     _copy_library(Path("/usr/lib") / version, into / "lib" / version)
     shutil.copy2(BASH, into / "bin" / "bash")
-    own = [into / "bin" / "python3", into / "bin" / "bash", *(into / "lib" / version / "lib-dynload").glob("*.so")]
+    own = [
+        into / "bin" / "python3",
+        into / "bin" / "bash",
+        *(into / "lib" / version / "lib-dynload").glob("*.so"),
+    ]
     for file in own:
         _settle(file, into / "lib", within=into)
     if environment is not None:
@@ -100,8 +104,8 @@ def _copy_library(source: Path, target: Path) -> None:
     """A standard library with its byte code, which nobody could write later."""
     shutil.copytree(source, target, ignore=shutil.ignore_patterns(*_LEFT_OUT))
     python = source.parents[1] / "bin" / source.name
-    compiling = [python, "-I", "-m", "compileall", "-q", "--invalidation-mode", "unchecked-hash", target]
-    subprocess.run(compiling, check=True)
+    compiling = ["-I", "-m", "compileall", "-q", "--invalidation-mode", "unchecked-hash"]
+    subprocess.run([python, *compiling, target], check=True)
 
 
 def _files(folder: Path) -> Iterator[Path]:

@@ -58,6 +58,8 @@ async def backend(settings: Settings, pods: Pods, instance: str, pod_url: str) -
         harness_images=kubernetes.harness_images,
         create_per_s=kubernetes.create_per_s,
         keep_failed_s=kubernetes.keep_failed_s,
+        disk_mb=kubernetes.disk_mb,
+        image_volumes=kubernetes.image_volumes,
         limits=limits(settings),
         values={
             "cpu": kubernetes.cpu,

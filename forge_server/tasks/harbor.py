@@ -79,6 +79,15 @@ def _settings(file: Path) -> dict[str, Any]:
 
 def _refuse(settings: dict[str, Any], where: str) -> None:
     verifier = settings.get("verifier", {})
+    for table in ("agent", "verifier"):
+        user = settings.get(table, {}).get("user")
+        if user in ("root", "0", 0):
+            raise TaskError(
+                f"{table}.user is root",
+                where=where,
+                mend="agents and verifiers run as a user without rights, else an agent could read the runner's keys "
+                "and write its own reward: have the image give what they need to every user",
+            )
     if settings.get("steps"):
         raise TaskError("it has several steps", where=where, mend="make each step a task of its own")
     if verifier.get("env"):

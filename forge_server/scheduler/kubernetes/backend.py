@@ -9,6 +9,7 @@ is concluded from a list that failed. All waiting is measured by this machine's 
 import asyncio
 import contextlib
 import time
+import zlib
 from collections.abc import Coroutine
 from typing import Any, Literal
 
@@ -23,13 +24,14 @@ from forge_server.scheduler.kubernetes.client import ApiError, Pods
 from forge_server.scheduler.kubernetes.manifests import DOMAIN, Labels, Templates, selector
 from forge_server.scheduler.kubernetes.pod import Finding, Pod
 from forge_server.scheduler.kubernetes.rate import Capacity, Gate, Rate
+from forge_server.scheduler.kubernetes.volumes import ImageVolumes
 from forge_server.scheduler.kubernetes.watch import PodCache
 
 log = structlog.get_logger(__name__)
 
 LOG_TAIL = 64 * 1024
-AGENT = 10001
-"""User id of the agent in a pod: no image's own."""
+_AGENTS = range(20_000, 60_000)
+"""User ids of agents in pods: no image's own, and within what a pod's user namespace maps."""
 
 RUNNER = "runner"
 """Name of the container whose log is kept."""
@@ -41,10 +43,16 @@ _CREATES = 16  # at a time
 _DELETES = 16
 
 
+def user_of(attempt_id: str) -> int:
+    """The agent's user id. Pods of a node share the numbers, and limits of processes are counted by them."""
+    return _AGENTS[zlib.crc32(attempt_id.encode()) % len(_AGENTS)]
+
+
 class KubernetesOptions(msgspec.Struct, frozen=True, kw_only=True):
     """``url``: the pod-facing listener as pods reach it. ``image``: of tasks that name none; ``runner_image``
     brings the ``/forge`` tree, ``harness_images`` bring it with the harness that is named. ``values``: what the
-    template is filled with besides. Times in seconds.
+    template is filled with besides. ``disk_mb``: what an attempt may write, in MiB. ``image_volumes``: use them where
+    the cluster has them. Times in seconds.
     """
 
     instance: str
@@ -55,6 +63,8 @@ class KubernetesOptions(msgspec.Struct, frozen=True, kw_only=True):
     harness_images: dict[str, str] = {}
     create_per_s: float = 20.0
     keep_failed_s: float = 0.0
+    disk_mb: int = 10240
+    image_volumes: bool = True
     limits: pods_of.Limits = pods_of.Limits()
 
 
@@ -68,6 +78,7 @@ class KubernetesBackend:
         self._cache = PodCache(
             pods, selector(options.instance), self._changed, self._vanished, self._answers_again
         )
+        self._volumes = ImageVolumes(pods, wanted=options.image_volumes)
         self._keeping: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._on_gone: OnGone | None = None
@@ -118,7 +129,8 @@ class KubernetesBackend:
 
     async def launch(self, launch: Launch) -> dict[str, Any]:
         try:
-            manifest = self.manifest(launch)
+            volumes = await self._volumes.usable(lambda: self.manifest(launch, image_volumes=True))
+            manifest = self.manifest(launch, image_volumes=volumes)
         except ConfigError as error:
             raise LaunchFailed(Fact.LAUNCH_FAILED, {"error": str(error)}) from None
         self._launching.add(launch.attempt_id)
@@ -128,8 +140,9 @@ class KubernetesBackend:
             self._launching.discard(launch.attempt_id)
         return {"pod": made.metadata.name, "uid": made.metadata.uid, "namespace": self._pods.namespace}
 
-    def manifest(self, launch: Launch) -> dict[str, Any]:
-        """The pod of an attempt. Raises ConfigError when the template cannot be filled."""
+    def manifest(self, launch: Launch, *, image_volumes: bool = False) -> dict[str, Any]:
+        """The pod of an attempt; the runner's image is copied into it, or mounted. Raises ConfigError when the
+        template cannot be filled."""
         labels = Labels(
             instance=self._options.instance,
             run=launch.run_id,
@@ -143,7 +156,7 @@ class KubernetesBackend:
             "url": options.url,
             "token_file": "/forge-join/token",
             "level": "pod",
-            "uid": AGENT,
+            "uid": user_of(launch.attempt_id),
             "python": "/forge/bin/python3",
             "forge": "/forge",
             "env": "/forge/env" if launch.harness in options.harness_images else "",
@@ -155,6 +168,8 @@ class KubernetesBackend:
             "image": launch.image or options.image,
             "runner_image": options.harness_images.get(launch.harness, options.runner_image),
             "order": msgspec.json.encode(order).decode(),
+            "disk_mb": options.disk_mb,
+            "image_volumes": image_volumes,
         }
         return self._templates.pod(labels, {f"{DOMAIN}/join": launch.join_token}, values)
 
