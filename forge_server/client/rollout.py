@@ -1,5 +1,6 @@
 """Register a rollout from outside: ``with rollout(client, task=...) as r: ... r.reward(1.0)``."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -10,11 +11,19 @@ from forge_server.client.http import ForgeClient
 from forge_server.client.schemas import Registration, RolloutCreate
 from forge_server.domain.errors import ForgeError
 
+BEATS_PER_TTL = 3
+
 
 class ExternalRollout:
-    """A registered rollout: where its harness calls (``base_url``, ``agent_key``) and how it is scored."""
+    """A registered rollout: where its harness calls (``base_url``, ``agent_key``) and how it is scored.
 
-    def __init__(self, registration: Registration, *, timeout_s: float = 60.0) -> None:
+    With ``ttl_s`` a thread sends heartbeats until the rollout is finished; ``stop`` is set, with ``stop_reason``, when
+    the server wants no more of it (a budget is used up, a person cancelled it).
+    """
+
+    def __init__(
+        self, registration: Registration, *, ttl_s: float | None = None, timeout_s: float = 60.0
+    ) -> None:
         self.registration = registration
         self._http = httpx.Client(
             base_url=registration.base_url,
@@ -26,11 +35,46 @@ class ExternalRollout:
             ),  # reading certificates costs more than the rollout
         )
         self.finished = self._rewarded = False
+        self.stop, self.stop_reason = threading.Event(), ""
+        self._over = threading.Event()
+        self._heart: threading.Thread | None = None
+        if ttl_s is not None:
+            self._heart = threading.Thread(target=self._beat, args=(ttl_s / BEATS_PER_TTL,), daemon=True)
+            self._heart.start()
+
+    @property
+    def base_url(self) -> str:
+        """Base of the OpenAI-like APIs, for clients that add ``/chat/completions`` or ``/responses``."""
+        return f"{self.registration.base_url}/v1"
+
+    @property
+    def agent_key(self) -> str:
+        return self.registration.agent_key
 
     def _post(self, path: str, body: dict[str, Any]) -> None:
         response = self._http.post(f"{self._http.base_url}{path}", json=body)
         if response.status_code >= 400:
             raise ForgeError(f"the server answered {response.status_code} to {path}: {response.text[:300]}")
+
+    def _beat(self, every_s: float) -> None:
+        while not self._over.wait(every_s):
+            try:
+                answer = self._http.post(
+                    f"{self._http.base_url}heartbeat", json={"phase": "running"}, timeout=every_s
+                )
+                orders = answer.json() if answer.status_code == 200 else {}
+            except (httpx.HTTPError, ValueError):
+                continue  # a server that is away is waited for
+            if answer.status_code == 409:
+                self._told_to_stop("ended")
+                return
+            if orders.get("action") == "stop":
+                self._told_to_stop(str(orders.get("reason", "")))
+
+    def _told_to_stop(self, reason: str) -> None:
+        if not self.stop.is_set():
+            self.stop_reason = reason
+            self.stop.set()
 
     def reward(
         self, value: float, *, call_id: int | None = None, detail: dict[str, Any] | None = None
@@ -49,6 +93,9 @@ class ExternalRollout:
         self.finished = True
 
     def close(self) -> None:
+        self._over.set()
+        if self._heart is not None:
+            self._heart.join()
         self._http.close()
 
 
@@ -60,9 +107,14 @@ def rollout(
     run: str | None = None,
     harness: str = "external",
     mode: Literal["record", "eval", "train"] = "record",
+    ttl_s: float | None = 120.0,
 ) -> Iterator[ExternalRollout]:
-    """Register, run the body, finish. An exception in the body finishes the rollout with that error."""
-    external = ExternalRollout(client.register(RolloutCreate(task=task, run=run, harness=harness, mode=mode)))
+    """Register, run the body, finish. An exception in the body finishes the rollout with that error.
+
+    When this process is gone for ``ttl_s`` the rollout is lost; None: only its agent clock ends it.
+    """
+    body = RolloutCreate(task=task, run=run, harness=harness, mode=mode, ttl_s=ttl_s)
+    external = ExternalRollout(client.register(body), ttl_s=ttl_s)
     try:
         yield external
         if not external.finished:

@@ -86,12 +86,14 @@ class TaskView(msgspec.Struct):
 
 
 class RolloutCreate(msgspec.Struct, forbid_unknown_fields=True):
-    """A harness registers a rollout itself. Without ``run`` it joins the run ``external``."""
+    """A harness registers a rollout itself. Without ``run`` it joins the run ``external``. ``ttl_s``: it will send
+    heartbeats, and is taken for lost when none came for so long; null: it sends none."""
 
     task: str | None = None
     run: str | None = None
     harness: HarnessName = "external"
     mode: Literal["record", "eval", "train"] = "record"
+    ttl_s: Annotated[float, msgspec.Meta(ge=1, le=1e6)] | None = None
 
 
 class Registration(msgspec.Struct):

@@ -10,6 +10,7 @@ import sqlalchemy as sa
 from forge_server.domain import clock
 from forge_server.domain.clock import Interval
 from forge_server.domain.events import Clock, DeadlinePassed
+from forge_server.domain.run import EXTERNAL
 from forge_server.domain.states import AttemptState
 from forge_server.store import rows
 from forge_server.store import tables as t
@@ -28,7 +29,8 @@ _WATCHED: dict[Clock, frozenset[AttemptState]] = {
 def due(connection: sa.Connection, now: float, silence_s: float) -> list[DeadlinePassed]:
     """Deadlines that are behind; ``silence_s`` is how long a runner may send no heartbeat.
 
-    Attempts of external harnesses send none and have no such clock.
+    An attempt of an external harness has such a clock only if it was registered with one (``ttl_s``), and then
+    that long.
     """
     a = t.attempts.c
     watched = sa.or_(
@@ -36,6 +38,7 @@ def due(connection: sa.Connection, now: float, silence_s: float) -> list[Deadlin
         a.agent_deadline <= now,
         a.verify_deadline <= now,
         a.heartbeat_at <= now - silence_s,
+        sa.and_(a.backend == EXTERNAL, a.handle.is_not(None)),
     )
     query = rows.select(AttemptRow).where(a.state.in_(_live()), watched)
     held = open_holds(connection, now)
@@ -55,11 +58,11 @@ def is_due(attempt: AttemptRow, kind: Clock, now: float, silence_s: float, held:
     if attempt.state not in _WATCHED[kind]:
         return False
     if kind is Clock.HEARTBEAT:
-        return (
-            attempt.backend != "external"
-            and attempt.heartbeat_at is not None
-            and attempt.heartbeat_at + silence_s <= now
-        )
+        allowed: float | None = silence_s
+        if attempt.backend == EXTERNAL:
+            allowed = (attempt.handle or {}).get("ttl_s")
+        heard = attempt.heartbeat_at
+        return allowed is not None and heard is not None and heard + allowed <= now
     deadline = {
         Clock.STARTUP: attempt.startup_deadline,
         Clock.AGENT: attempt.agent_deadline,

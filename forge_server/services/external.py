@@ -57,6 +57,8 @@ class ExternalRollouts:
             )
         )
         await self._apply(e.AttemptQueued(attempt_id=attempt_id, rollout_id=rollout_id, backend="external"))
+        if body.ttl_s is not None:
+            await self._apply(e.AttemptLaunched(attempt_id=attempt_id, handle={"ttl_s": body.ttl_s}))
         await self._apply(e.RunnerJoined(attempt_id=attempt_id, nonce=attempt_id))
         await self._apply(e.HarnessStarted(attempt_id=attempt_id, agent_s=seconds))
         return Registration(
