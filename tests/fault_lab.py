@@ -10,7 +10,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
@@ -103,6 +103,11 @@ def _browse(lab: Lab) -> Policy:
     return policy
 
 
+def blind(spec: Spec) -> Spec:
+    """browser-use without screenshots, which this engine cannot see."""
+    return msgspec.structs.replace(spec, env={**spec.env, "BROWSER_USE_VISION": "off"})
+
+
 @contextlib.contextmanager
 def fault_lab(
     folder: Path,
@@ -110,24 +115,22 @@ def fault_lab(
     keepalive_after_s: float,
     every_s: float,
     drain_s: float = 300.0,
-    blind: Spec | None = None,
+    specs: Sequence[Spec] = (),
 ) -> Iterator[Lab]:
-    """A lab with weights to swap. ``blind``: the spec of browser-use, which is not to send screenshots here."""
+    """A lab with weights to swap. ``specs`` count instead of those that ship under their names."""
     (folder / "model").mkdir(parents=True)
     (folder / "model" / "config.json").write_text("{}")
-    paths: tuple[str, ...] = ()
-    if blind is not None:
-        place = folder / "specs" / blind.name
-        place.mkdir(parents=True)
-        spec = msgspec.structs.replace(blind, env={**blind.env, "BROWSER_USE_VISION": "off"})
+    (folder / "specs").mkdir()
+    for spec in specs:
+        place = folder / "specs" / spec.name
+        place.mkdir()
         (place / "spec.yaml").write_text(yaml.safe_dump(msgspec.to_builtins(spec), sort_keys=False))
-        paths = (str(place.parent),)
     with (
         mock.patch.object(routes, "KEEPALIVE_EVERY_S", every_s),
         harness_lab(
             folder,
             model=folder / "model",
-            harness=HarnessSettings(paths=paths),
+            harness=HarnessSettings(paths=(str(folder / "specs"),)),
             proxy=ProxySettings(keepalive_after_s=keepalive_after_s, drain_s=drain_s),
             scheduler=SchedulerSettings(heartbeat_s=PATIENCE_S, grace_s=2.0),
         ) as lab,

@@ -4,6 +4,7 @@ specs say and as an infra failure. All of them in all troubles: ``make prove-2``
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from fault_lab import Seen, Trouble, fault_lab, meet, task_of, troubles
 from harness_lab import Asked, Fault, Lab, Say, ScriptedEngine
@@ -19,11 +20,22 @@ pytestmark = pytest.mark.sandbox
 SLOW_S = 1.5
 KNOWN = {trouble.name: trouble for trouble in troubles(SLOW_S)}
 FINE = Fault()
+GEMINI = spec_of("gemini-cli")
+IMPATIENT = msgspec.structs.replace(
+    GEMINI,
+    name="gemini-impatient",
+    install=msgspec.structs.replace(GEMINI.install, env=GEMINI.name),
+    files=tuple(
+        msgspec.structs.replace(file, content=file.content.replace('"3600"', '"2"')) for file in GEMINI.files
+    ),
+)
+"""Gemini CLI that waits two seconds for headers."""
 
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    with fault_lab(tmp_path_factory.mktemp("faults"), keepalive_after_s=0.2, every_s=0.2) as made:
+    folder = tmp_path_factory.mktemp("faults")
+    with fault_lab(folder, keepalive_after_s=0.2, every_s=0.2, specs=(IMPATIENT,)) as made:
         yield made
 
 
@@ -63,6 +75,26 @@ def test_the_engine_fails_when_the_answer_has_begun(lab: Lab, harness: str) -> N
     seen = see(lab, harness, KNOWN["slow, then 500"])
     assert seen.how == "goes on", seen.explain()
     assert all(request.status == [200] for request in seen.result.requests)
+
+
+def test_a_harness_hangs_up_and_asks_again(lab: Lab) -> None:
+    """What Gemini CLI would do after a minute, had its spec not set an hour. The engine is told to stop."""
+    assert GEMINI.install is not None
+    ensure_harness(GEMINI.name, GEMINI.install)
+    task, before = task_of(GEMINI.name), lab.engine.aborted
+    result = lab.run(
+        IMPATIENT.name,
+        task.policy(lab),
+        instruction=task.instruction,
+        expect=task.expect,
+        faults={2: Fault(slow_s=30.0)},
+        forwarding="splice",
+    )
+    assert (result.outcome, result.reward, result.violations) == ("completed", 1.0, []), result.explain()
+    ends = [call.end for call in result.calls]
+    assert ends[2] == "client_gone" and ends.count("ok") == 5, result.explain()
+    assert {*ends} == {"ok", "client_gone"} and lab.engine.aborted > before
+    assert len(result.samples) == 1 and result.trained_calls == 5, result.explain()
 
 
 @pytest.mark.parametrize(

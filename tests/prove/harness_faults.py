@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from fault_lab import Seen, Trouble, fault_lab, meet, troubles
+from fault_lab import Seen, Trouble, blind, fault_lab, meet, troubles
 from harness_lab import Lab
 from harness_policies import HANDS, TEXT
 
@@ -75,13 +75,13 @@ def main(words: Sequence[str]) -> int:
             environments.ensure_harness(name, install)
     chosen = [trouble for trouble in troubles(given.slow) if given.only in trouble.name]
     after, every = (60.0, 15.0) if given.slow > 60.0 else (given.slow / 6, given.slow / 6)
-    blind = specs["browser-use"]
+    own = (blind(specs["browser-use"]),)
     seen: list[Seen] = []
     with (
         tempfile.TemporaryDirectory(prefix="forge-faults-") as folder,
-        fault_lab(Path(folder) / "a", keepalive_after_s=after, every_s=every, blind=blind) as lab,
+        fault_lab(Path(folder) / "a", keepalive_after_s=after, every_s=every, specs=own) as lab,
         fault_lab(
-            Path(folder) / "b", keepalive_after_s=after, every_s=every, drain_s=0.2, blind=blind
+            Path(folder) / "b", keepalive_after_s=after, every_s=every, drain_s=0.2, specs=own
         ) as spanning,
     ):
         for name in names:
