@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from harness_lab import WINDOW, Asked, Lab, Policy, Say, harness_lab
+from harness_lab import WINDOW, Asked, Call, Lab, Policy, Say, harness_lab
 from harness_policies import done, script, shell, write
+from node_harness import task_of
 from sample_oracle import Found, minimum
 
 from forge_server.app import load_specs
@@ -70,22 +71,61 @@ def work(harness: str) -> Policy:
     )
 
 
+COPY = {"description": "a copy", "prompt": "Copy it."}
+AGENTS = {
+    "claude-code": Call("Agent", COPY | {"subagent_type": "general-purpose", "run_in_background": False}),
+    "opencode": Call("task", COPY | {"subagent_type": "general"}),
+}
+
+
+def delegation(harness: str) -> Policy:
+    """Another agent makes the copy."""
+
+    def policy(asked: Asked) -> Say:
+        if harness == "opencode" and not asked.tools:
+            return Say("A title")
+        if "Copy it." in task_of(asked):
+            steps = [
+                lambda a: shell(harness, a, "sed 's/two/three/' notes.txt > copy.txt"),
+                lambda a: Say("Done."),
+            ]
+        else:
+            steps = [
+                lambda a: write(harness, a, "notes.txt", 'one "1"\n\ttwo\n'),
+                lambda a: Say(calls=[AGENTS[harness]]),
+                lambda a: Say("It is copied."),
+            ]
+        return steps[min(asked.turn, len(steps) - 1)](asked)
+
+    return policy
+
+
 EXPECT = {"notes.txt": 'one "1"\n\ttwo\n', "copy.txt": 'one "1"\n\tthree\n'}
 
 
 @pytest.mark.parametrize("harness", ["codex", "claude-code", "opencode", "qwen-code", "pi", "gemini-cli"])
 def test_no_sample_more_than_the_history_needs(lab: Lab, harness: str) -> None:
+    check(lab, harness, work(harness), samples=1)
+
+
+@pytest.mark.parametrize("harness", AGENTS)
+def test_a_sub_agent_is_one_sample_more(lab: Lab, harness: str) -> None:
+    check(lab, harness, delegation(harness), samples=2)
+
+
+def check(lab: Lab, harness: str, policy: Policy, *, samples: int) -> None:
+    """``samples``: what the oracle must say."""
     spec = load_specs(Settings())[harness]
     assert spec.install is not None
     ensure_harness(harness, spec.install)
-    result = lab.run(harness, oddly(work(harness)), instruction="Write notes, and a copy.", expect=EXPECT)
+    result = lab.run(harness, oddly(policy), instruction="Write notes, and a copy.", expect=EXPECT)
     assert (result.reward, result.violations) == (1.0, []), result.explain()
     least: Found = minimum(result.askings(), [removal.pattern for removal in spec.normalise.remove])
     breaks = {reason: count for reason, count in result.drift.items() if reason != "first"}
     fallbacks = [reason for call in result.calls if (reason := (call.flags or {}).get("fallback"))]
     print(f"{harness}: {len(result.calls)} calls, {len(result.samples)} samples, at least {least.samples}")
     print(f"  breaks {breaks}, by the oracle {least.breaks}, fallbacks {fallbacks}")
-    assert len(result.samples) == least.samples == 1, result.explain()
-    assert not breaks and not fallbacks
+    assert len(result.samples) == least.samples == samples, result.explain()
+    assert sum(breaks.values()) == samples - 1 and not fallbacks, result.explain()
     assert {call.mode for call in result.calls} == {"splice"}
     assert result.trained_calls == sum(not call.label for call in result.calls)
