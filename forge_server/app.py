@@ -360,7 +360,9 @@ class Server:
             self.plans,
             self.instance.secret,
             Options(
-                in_flight=settings.scheduler.in_flight,
+                in_flight=await self.store.read(
+                    lambda c: instance.in_flight(c, settings.scheduler.in_flight)
+                ),
                 startup_s=settings.scheduler.startup_s,
                 heartbeat_lost_s=settings.scheduler.heartbeat_lost_s,
                 stop_grace_s=settings.scheduler.grace_s,
@@ -513,6 +515,8 @@ class Server:
         probes = self._probes()
 
         async def set_in_flight(n: int) -> None:
+            configured = self.settings.scheduler.in_flight
+            await self.store.write(lambda c: instance.set_in_flight(c, n, configured))
             self.scheduler.set_in_flight(n)
 
         api = Router(

@@ -159,6 +159,22 @@ _run_action("resume", "Go on with a paused run.")
 _run_action("cancel", "End a run and everything in it.")
 
 
+@run.command("set")
+@click.argument("run_name", metavar="RUN")
+@click.option(
+    "--in-flight",
+    type=click.IntRange(0, 100_000),
+    required=True,
+    help="N, for all runs of the server together.",
+)
+@_url
+def run_set(run_name: str, in_flight: int, url: str | None, key: str | None) -> None:
+    """Change the number of attempts in flight, now and for later starts."""
+    from forge_server.commands import runs
+
+    runs.set_in_flight(run_name, in_flight, url, key)
+
+
 # --- rollout -----------------------------------------------------------------------------------------------
 
 

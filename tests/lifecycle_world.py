@@ -24,8 +24,10 @@ class World:
     async def apply(self, event: e.Event) -> Applied:
         return await self.lifecycle.apply(event)
 
-    async def run(self, rollouts: int = 1, max_attempts: int = 3, mode: Any = "train") -> None:
-        await self.apply(e.RunCreated(run_id="ru", name="r", kind="train", settings={}))
+    async def run(
+        self, rollouts: int = 1, max_attempts: int = 3, mode: Any = "train", **settings: Any
+    ) -> None:
+        await self.apply(e.RunCreated(run_id="ru", name="r", kind="train", settings=settings))
         await self.store.insert(
             t.tasks,
             {

@@ -9,6 +9,7 @@ from api_rig import Rig, line, on, rig, run_table
 
 from forge_server.client.http import ApiError, ForgeClient
 from forge_server.client.schemas import TaskCreate
+from forge_server.store import instance
 
 # --- runs
 
@@ -36,6 +37,8 @@ async def test_a_run_from_creation_to_its_end(tmp_path: Path, database_url: str)
         assert await patch(action="resume") == "active"
         assert await patch(in_flight=3) in ("active", "paused")  # paused by itself: it has no task
         assert "of 3 in flight" in (await api.http.get("/readyz")).text
+        stored = [await api.server.store.read(lambda c, n=n: instance.in_flight(c, n)) for n in (8, 9)]
+        assert stored == [3, 9]  # of later starts: a person's, until the settings say something else
         assert await patch(action="cancel") == "cancelled"
         assert await patch(action="cancel") == "cancelled"
         await api.refused(409, "conflict", "PATCH", path, json={"action": "resume"})

@@ -113,14 +113,21 @@ def test_another_seed_draws_in_another_order() -> None:
     assert epochs[:20] != epochs[20:] and set(epochs[:20]) == set(epochs[20:])
 
 
-@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=4), st.integers(1, 60))
-def test_a_mixture_is_kept_to(weights: list[float], groups: int) -> None:
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=4), st.integers(1, 6), st.integers(1, 120))
+def test_a_mixture_is_kept_to_by_the_run_and_for_each_task(
+    weights: list[float], tasks: int, groups: int
+) -> None:
     total = sum(weights)
     mixture = [(f"h{n}", weight / total) for n, weight in enumerate(weights)]
     used: Counter[str] = Counter()
-    for _ in range(groups):
-        used[draw_harness(mixture, used)] += 1
-    assert all(abs(used[name] - share * groups) <= len(mixture) for name, share in mixture)
+    of_task = [Counter[str]() for _ in range(tasks)]
+    for number in range(groups):
+        task = of_task[number % tasks]  # in the same order again and again: no task may get one harness only
+        harness = draw_harness(mixture, used, task)
+        used[harness] += 1
+        task[harness] += 1
+    for counted in (used, *of_task):
+        assert all(abs(counted[name] - share * counted.total()) <= 2.5 for name, share in mixture)
 
 
 def _version(number: int, state: PolicyState, step: int | None = None, run: str | None = "ru") -> Version:

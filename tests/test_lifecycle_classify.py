@@ -31,6 +31,7 @@ TABLE = [
     ("all is well", ended(), DONE, Kind.OK),
     ("recording needs no reward", ended(reward=None, reward_wanted=False, finish=Finish()), DONE, Kind.OK),
     ("a person cancels", ended(cancelled=True), STOPPED, Kind.CANCELLED),
+    ("its group has enough", ended(cancelled=True, surplus=True), STOPPED, Kind.SURPLUS),
     ("no node takes it", ended(backend=Fact.UNSCHEDULABLE, harness_started=False), INFRA, Kind.UNSCHEDULABLE),
     ("no image", ended(backend=Fact.IMAGE_PULL, harness_started=False), INFRA, Kind.IMAGE_PULL),
     ("it never started", ended(deadline=Clock.STARTUP, harness_started=False), INFRA, Kind.STARTUP_TIMEOUT),

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 import sqlalchemy as sa
 from lifecycle_world import World
@@ -213,6 +214,75 @@ async def test_the_breaker_pauses_the_run_and_says_why(database_url: str) -> Non
         assert (await world.apply(blocked)).applied
     finally:
         store.close()
+
+
+async def test_attempts_that_one_fault_took_count_once_for_the_breaker(world: World) -> None:
+    """A node takes all its pods with it; what is launched afterwards tells whether more is broken."""
+    await world.run(rollouts=40, max_attempts=9)
+    for n in range(30):
+        await world.start(f"at{n}", f"ro{n}")
+    for n in range(30):
+        world.now += 1
+        fact = e.BackendFact(attempt_id=f"at{n}", fact=e.Fact.NODE_LOST, evidence={}, independent=True)
+        await world.apply(fact)
+    run = await world.run_row()
+    assert (run.state, run.infra_streak) == (RunState.ACTIVE, 1)
+    for n in range(30, 40):
+        await world.start(f"at{n}", f"ro{n}")
+        await world.apply(
+            e.BackendFact(attempt_id=f"at{n}", fact=e.Fact.NODE_LOST, evidence={}, independent=True)
+        )
+    assert (await world.run_row()).infra_streak == 11
+    world.now += 1000
+    await world.start("again", "ro0")
+    await world.apply(e.BackendFact(attempt_id="again", fact=e.Fact.NODE_LOST, evidence={}, independent=True))
+    run = await world.run_row()
+    assert run.state is RunState.PAUSED and "12 infra failures in a row" in run.reason
+    await world.apply(e.RunResumed(run_id="ru"))
+    run = await world.run_row()
+    assert (run.state, run.infra_streak, run.infra_since) == (RunState.ACTIVE, 0, None)
+
+
+async def test_an_oversampled_group_ends_with_its_nth_valid_rollout(world: World) -> None:
+    await world.run(rollouts=5, max_attempts=1, oversample=2)
+    for n in range(4):
+        await world.start(f"at{n}", f"ro{n}")
+    for n in (3, 1):
+        await world.call(f"at{n}", 0)
+        await world.finish(f"at{n}", float(n))
+    await world.apply(e.BackendFact(attempt_id="at0", fact=e.Fact.NODE_LOST, evidence={}, independent=True))
+    assert "group_complete" not in world.kinds()  # an infra failure is none of the n
+    await world.call("at2", 0)
+    await world.finish("at2", 0.0)
+    rollouts = [await world.rollout(f"ro{n}") for n in range(5)]
+    assert [r.outcome for r in rollouts] == [
+        Outcome.INFRA_FAILURE,
+        Outcome.COMPLETED,
+        Outcome.COMPLETED,
+        Outcome.COMPLETED,
+        Outcome.CANCELLED,
+    ]
+    assert rollouts[4].kind is Kind.SURPLUS and rollouts[4].reward is None
+    (complete,) = [row for row in world.heard if row.kind == "group_complete"]
+    assert complete.data["valid"] == 3 and sorted(complete.data["rewards"]) == [0.0, 1.0, 3.0]
+
+
+async def test_a_surplus_attempt_in_flight_is_ended_and_evaluations_are_whole(world: World) -> None:
+    await world.run(rollouts=2, oversample=1)
+    for n in range(2):
+        await world.start(f"at{n}", f"ro{n}")
+    await world.call("at0", 0)
+    await world.finish("at0")
+    attempt = await world.attempt("at1")
+    assert (attempt.outcome, attempt.kind) == (Outcome.CANCELLED, Kind.SURPLUS)
+    (other,) = [e.RolloutCreated(rollout_id="x0", run_id="ru", harness="react", mode="eval", group_id="ev")]
+    members = (other, msgspec.structs.replace(other, rollout_id="x1", slot=1))
+    created = e.GroupCreated(group_id="ev", run_id="ru", task_id="ta", step=1, mode="eval", rollouts=members)
+    assert (await world.apply(created)).applied
+    await world.start("e0", "x0")
+    await world.call("e0", 0)
+    await world.finish("e0")
+    assert (await world.rollout("x1")).outcome is None
 
 
 async def test_ending_a_run_cancels_what_has_not_ended(world: World) -> None:

@@ -42,6 +42,12 @@ def show(run: str, url: str | None, key: str | None, as_json: bool, with_cost: b
         cost.show(spent)
 
 
+def set_in_flight(run: str, n: int, url: str | None, key: str | None) -> None:
+    with ForgeClient(url, key) as client:
+        client.patch_run(run, RunPatch(in_flight=n))
+        out.console.print(f"{n} attempts in flight, of all runs together")
+
+
 def act(run: str, action: Literal["pause", "resume", "cancel"], url: str | None, key: str | None) -> None:
     with ForgeClient(url, key) as client:
         view = client.patch_run(run, RunPatch(action=action))

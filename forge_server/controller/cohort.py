@@ -1,6 +1,6 @@
 """The groups of a run step: drawing them, and looking at what has become of them."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import sqlalchemy as sa
@@ -64,12 +64,13 @@ class Cohorts:
 
         def plan(connection: Connection) -> list[GroupCreated]:
             tasks = ready_tasks(connection, settings.taskset, settings.split, settings.tasks)
-            drawn, used = _drawn(connection, run_id, mode)
+            used, of_task = _drawn(connection, run_id, mode)
             groups = []
-            times = {name: drawn[task_id] for name, task_id in tasks.items()}
+            times = {name: of_task[task_id].total() for name, task_id in tasks.items()}
             for name in draw_tasks(list(tasks), times, settings.seed, count):
-                harness = draw_harness(settings.mixture, used)
+                harness = draw_harness(settings.mixture, used, of_task[tasks[name]])
                 used[harness] += 1
+                of_task[tasks[name]][harness] += 1
                 groups.append(
                     new_group(
                         run_id,
@@ -79,7 +80,7 @@ class Cohorts:
                         mode=mode,
                         step=step,
                         round=round,
-                        size=settings.n,
+                        size=settings.n + settings.oversample,
                         policy_version=version,
                     )
                 )
@@ -112,7 +113,7 @@ class Cohorts:
             used: Counter[str] = Counter()
             groups = []
             for name in list(tasks)[: max_tasks or None]:
-                harness = draw_harness(settings.mixture, used)
+                harness = draw_harness(settings.mixture, used, {})
                 used[harness] += 1
                 if tasks[name] not in done:
                     groups.append(
@@ -155,16 +156,20 @@ def ready_tasks(
     return tasks
 
 
-def _drawn(connection: Connection, run_id: str, mode: Mode) -> tuple[Counter[str], Counter[str]]:
-    """How often each task id was drawn and each harness used by the run so far, in groups."""
+def _drawn(
+    connection: Connection, run_id: str, mode: Mode
+) -> tuple[Counter[str], defaultdict[str, Counter[str]]]:
+    """How often the run used each harness so far, and how often for each task id, in groups."""
     g, r = t.groups.c, t.rollouts.c
     query = (
         sa.select(g.task_id, r.harness)
         .join(t.rollouts, r.group_id == g.id)
         .where(g.run_id == run_id, g.mode == mode, r.slot == 0)
     )
-    rows = connection.execute(query).all()
-    return Counter(row.task_id for row in rows), Counter(row.harness for row in rows)
+    of_task: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for row in connection.execute(query):
+        of_task[row.task_id][row.harness] += 1
+    return sum(of_task.values(), Counter[str]()), of_task
 
 
 def _read(connection: Connection, where: sa.ColumnElement[bool]) -> list[Group]:

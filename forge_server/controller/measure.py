@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, pstdev
 
 from forge_server.domain.batches import Drop, EndedRollout, Selection
-from forge_server.domain.cohort import Group
-from forge_server.domain.outcome import Outcome
+from forge_server.domain.cohort import Group, Member
+from forge_server.domain.outcome import Kind, Outcome
 from forge_server.trajectory.attempt import Cut
 
 PASS_REWARD = 1.0
@@ -64,6 +64,7 @@ def step_figures(
         **_sample_figures([cut_of[r.id] for r in trained]),
         **_staleness_figures([age(r.min_version) for r in trained if r.trained_tokens]),
         **_stale_figures([cut_of[r.id] for r in everyone if r.trainable and _stale(selection, r)]),
+        **_surplus_figures([m for m in members.values() if m.kind == Kind.SURPLUS], cut_of),
         **_death_figures(everyone, {i: m.attempts for i, m in members.items()}, cut_of),
     }
     if groups:
@@ -135,6 +136,15 @@ def _stale_figures(cuts: Sequence[Cut]) -> dict[str, float]:
     figures: dict[str, float] = {"staleness/dropped": len(cuts)}
     counts = _by_length([cut.trained_tokens for cut in cuts])
     return figures | {f"staleness/dropped_{name}": count for name, count in counts.items()}
+
+
+def _surplus_figures(stopped: Sequence[Member], cuts: Mapping[str, Cut]) -> dict[str, float]:
+    """Rollouts that their group did not wait for, by how far they had come: not waiting selects for short ones."""
+    if not stopped:
+        return {}
+    counts = _by_length([cuts[m.id].trained_tokens for m in stopped if m.id in cuts])
+    figures: dict[str, float] = {"surplus/stopped": len(stopped)}
+    return figures | {f"surplus/stopped_{name}": count for name, count in counts.items()}
 
 
 def _death_figures(

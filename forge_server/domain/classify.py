@@ -87,6 +87,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     server_lost: bool = False
     cancelled: bool = False
     # what is known besides
+    surplus: bool = False  # cancelled because its group needs it no more
     independent: bool = False  # of a backend's fact: the agent cannot have caused it
     harness_started: bool = False
     stop_reason: str = ""
@@ -125,7 +126,7 @@ def hole(calls: tuple[CallFact, ...]) -> NotTrained | None:
 
 def _attribute(facts: Facts) -> tuple[Outcome, Kind]:
     if facts.cancelled:
-        return Outcome.CANCELLED, Kind.CANCELLED
+        return Outcome.CANCELLED, Kind.SURPLUS if facts.surplus else Kind.CANCELLED
     if facts.server_lost:
         return Outcome.INFRA_FAILURE, Kind.SERVER_LOST
     if facts.backend is not None:

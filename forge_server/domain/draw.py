@@ -27,10 +27,19 @@ def draw_tasks(ready: Sequence[str], drawn: Mapping[str, int], seed: int, count:
     return picked
 
 
-def draw_harness(mixture: Sequence[tuple[str, float]], used: Mapping[str, int]) -> str:
-    """The harness of the next group: the one furthest behind its share. ``used`` counts groups so far."""
-    total = sum(used.get(name, 0) for name, _ in mixture) + 1
-    return max(mixture, key=lambda entry: (entry[1] * total - used.get(entry[0], 0), entry[0]))[0]
+def draw_harness(
+    mixture: Sequence[tuple[str, float]], used: Mapping[str, int], of_task: Mapping[str, int]
+) -> str:
+    """The harness of the next group: the one furthest behind its share, of the run and of the group's task
+    together, so that no task meets one harness only. ``used`` counts the run's groups so far, ``of_task`` those of
+    the task. Either share is kept to within two groups."""
+    total = sum(used.get(name, 0) + of_task.get(name, 0) for name, _ in mixture) + 2
+
+    def behind(entry: tuple[str, float]) -> tuple[float, str]:
+        name, share = entry
+        return share * total - used.get(name, 0) - of_task.get(name, 0), name
+
+    return max(mixture, key=behind)[0]
 
 
 def _rank(seed: int, epoch: int, name: str) -> bytes:

@@ -21,10 +21,12 @@ class Outcome(StrEnum):
 
 
 class Kind(StrEnum):
-    """What exactly happened. ``ok`` and ``cancelled`` are the kinds of completed and cancelled."""
+    """What exactly happened. ``ok`` is the kind of completed."""
 
     OK = "ok"
+    # cancelled
     CANCELLED = "cancelled"
+    SURPLUS = "surplus"  # its group was oversampled and had enough valid rollouts
     # infra_failure
     UNSCHEDULABLE = "unschedulable"
     IMAGE_PULL = "image_pull"
@@ -54,7 +56,7 @@ class Kind(StrEnum):
 
 KINDS: dict[Outcome, frozenset[Kind]] = {
     Outcome.COMPLETED: frozenset({Kind.OK}),
-    Outcome.CANCELLED: frozenset({Kind.CANCELLED}),
+    Outcome.CANCELLED: frozenset({Kind.CANCELLED, Kind.SURPLUS}),
     Outcome.INFRA_FAILURE: frozenset(
         {
             Kind.UNSCHEDULABLE,

@@ -14,6 +14,7 @@ from forge_server.domain.outcome import Kind, Outcome, counts_for_training
 from forge_server.domain.states import AttemptState, RolloutState, RunState
 from forge_server.lifecycle.change import Change
 from forge_server.lifecycle.facts import evidence, gather
+from forge_server.store import rows
 from forge_server.store import tables as t
 from forge_server.store.rows import AttemptRow, RolloutRow
 
@@ -68,7 +69,7 @@ def end_attempt(
         _pend(change, rollout, "retry", change.now)
     else:
         _settle(change, attempt, rollout, verdict, reward)
-    _breaker(change, rollout, verdict)
+    _breaker(change, attempt, rollout, verdict)
 
 
 def end_rollout(
@@ -103,6 +104,15 @@ def end_rollout(
         _complete_group(change, rollout.group_id, rollout.run_id)
 
 
+def cancel_rollout(change: Change, rollout: RolloutRow, reason: str, *, surplus: bool = False) -> None:
+    """End a rollout that has not ended, and its attempt. ``surplus``: its group has enough without it."""
+    attempt = change.live_attempt_of(rollout)
+    if attempt is None:
+        end_rollout(change, rollout, Outcome.CANCELLED, Kind.SURPLUS if surplus else Kind.CANCELLED)
+    else:
+        end_attempt(change, attempt, {"reason": reason} if reason else {}, cancelled=True, surplus=surplus)
+
+
 def _reward(
     change: Change, attempt: AttemptRow, rollout: RolloutRow, verdict: Verdict, reported: float | None
 ) -> float | None:
@@ -134,6 +144,24 @@ def _settle(
     if verdict.outcome is Outcome.TASK_FAILURE and rollout.task_id is not None:
         _fail_task(change, rollout, verdict.kind)
     end_rollout(change, rollout, verdict.outcome, verdict.kind, reward=reward, attempt_id=attempt.id)
+    if rollout.group_id is not None and rollout.mode != "eval" and counts_for_training(verdict.outcome):
+        _stop_surplus(change, rollout.group_id, rollout.run_id)
+
+
+def _stop_surplus(change: Change, group_id: str, run_id: str) -> None:
+    """An oversampled group needs no further rollout once n of them are valid."""
+    run = change.run(run_id)
+    assert run is not None  # a foreign key
+    extra = int(run.settings.get("oversample", 0))
+    if not extra:
+        return
+    query = rows.select(RolloutRow).where(t.rollouts.c.group_id == group_id).order_by(t.rollouts.c.slot)
+    members = rows.fetch(change.connection, RolloutRow, query)
+    valid = sum(m.outcome is not None and counts_for_training(Outcome(m.outcome)) for m in members)
+    if valid >= len(members) - extra:
+        for member in members:
+            if member.state is not RolloutState.ENDED:
+                cancel_rollout(change, member, "surplus", surplus=True)
 
 
 def _pend(change: Change, rollout: RolloutRow, after: str, not_before: float) -> None:
@@ -180,18 +208,30 @@ def _complete_group(change: Change, group_id: str, run_id: str) -> None:
     )
 
 
-def _breaker(change: Change, rollout: RolloutRow, verdict: Verdict) -> None:
-    """Infra failures in a row pause the run: whatever is broken would eat every rollout's attempts. A cluster that
-    is full is not broken: others of the run are under way in it."""
+def _set_streak(change: Change, run_id: str, streak: int, since: float | None) -> None:
+    values = {"infra_streak": streak, "infra_since": since}
+    change.connection.execute(sa.update(t.runs).where(t.runs.c.id == run_id).values(values))
+
+
+def _breaker(change: Change, attempt: AttemptRow, rollout: RolloutRow, verdict: Verdict) -> None:
+    """Infra failures in a row pause the run: whatever is broken would eat every rollout's attempts. Attempts that
+    were in flight already when the first of the row was seen do not count again: a node takes many with it, and only
+    what is launched after that tells whether more is broken. A cluster that is full is not broken: others of the run
+    are under way in it."""
     if verdict.outcome is Outcome.CANCELLED or verdict.kind is Kind.SERVER_LOST:
         return
     if verdict.kind is Kind.UNSCHEDULABLE and _under_way(change, rollout.run_id):
         return
     run = change.run(rollout.run_id)
     assert run is not None  # a foreign key
-    streak = run.infra_streak + 1 if verdict.outcome is Outcome.INFRA_FAILURE else 0
-    if streak != run.infra_streak:
-        change.connection.execute(sa.update(t.runs).where(t.runs.c.id == run.id).values(infra_streak=streak))
+    if verdict.outcome is not Outcome.INFRA_FAILURE:
+        if run.infra_streak:
+            _set_streak(change, run.id, 0, None)
+        return
+    if run.infra_since is not None and attempt.created_at < run.infra_since:
+        return
+    streak = run.infra_streak + 1
+    _set_streak(change, run.id, streak, change.now if run.infra_since is None else run.infra_since)
     if streak >= change.breaker_after and run.state is RunState.ACTIVE:
         reason = f"breaker: {streak} infra failures in a row, the last was {verdict.kind.value}"
         change.move_run(run, RunState.PAUSED, reason=reason)

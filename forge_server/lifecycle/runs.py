@@ -5,11 +5,11 @@ import sqlalchemy as sa
 from forge_server.domain import events as e
 from forge_server.domain.clock import Interval
 from forge_server.domain.events import Refusal
-from forge_server.domain.outcome import Kind, Outcome
+from forge_server.domain.outcome import Outcome
 from forge_server.domain.states import RolloutState, RunState
 from forge_server.lifecycle import deadlines
 from forge_server.lifecycle.change import Change
-from forge_server.lifecycle.ending import end_attempt, end_rollout
+from forge_server.lifecycle.ending import cancel_rollout, end_attempt
 from forge_server.store import events, rows
 from forge_server.store import tables as t
 from forge_server.store.rows import RolloutRow
@@ -59,7 +59,7 @@ def run_resumed(change: Change, event: e.RunResumed) -> Refusal | None:
         return Refusal.REPEAT
     if run.state is not RunState.PAUSED:
         return Refusal.ENDED
-    change.move_run(run, RunState.ACTIVE, reason="", infra_streak=0)
+    change.move_run(run, RunState.ACTIVE, reason="", infra_streak=0, infra_since=None)
     change.emit("run_resumed", run_id=run.id)
     return None
 
@@ -78,7 +78,7 @@ def run_ended(change: Change, event: e.RunEnded) -> Refusal | None:
         t.rollouts.c.run_id == run.id, t.rollouts.c.state != RolloutState.ENDED
     )
     for rollout in rows.fetch(change.connection, RolloutRow, query):
-        _cancel(change, rollout, f"run {event.state.value}")
+        cancel_rollout(change, rollout, f"run {event.state.value}")
     return None
 
 
@@ -197,7 +197,7 @@ def rollout_cancelled(change: Change, event: e.RolloutCancelled) -> Refusal | No
         return Refusal.UNKNOWN
     if rollout.state is RolloutState.ENDED:
         return Refusal.REPEAT if rollout.outcome is Outcome.CANCELLED else Refusal.ENDED
-    _cancel(change, rollout, event.reason)
+    cancel_rollout(change, rollout, event.reason)
     return None
 
 
@@ -288,11 +288,3 @@ def _admit(change: Change, event: e.RolloutCreated) -> None:
         mode=event.mode,
         harness=event.harness,
     )
-
-
-def _cancel(change: Change, rollout: RolloutRow, reason: str) -> None:
-    attempt = change.live_attempt_of(rollout)
-    if attempt is None:
-        end_rollout(change, rollout, Outcome.CANCELLED, Kind.CANCELLED)
-    else:
-        end_attempt(change, attempt, {"reason": reason} if reason else {}, cancelled=True)

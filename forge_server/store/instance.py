@@ -41,6 +41,20 @@ async def load(store: Store, now: float | None = None) -> Instance:
     return await store.write(write)
 
 
+def in_flight(connection: sa.Connection, configured: int) -> int:
+    """How many attempts are to be kept in flight: what a person has set since the settings say ``configured``, else
+    that."""
+    i = t.instance.c
+    query = sa.select(i.in_flight).where(i.in_flight_instead_of == configured)
+    found: int | None = connection.execute(query).scalar_one_or_none()
+    return configured if found is None else found
+
+
+def set_in_flight(connection: sa.Connection, n: int, configured: int) -> None:
+    """Note that a person wants ``n``; it holds across restarts until the settings say something else."""
+    connection.execute(sa.update(t.instance).values(in_flight=n, in_flight_instead_of=configured))
+
+
 def beat(connection: sa.Connection, now: float) -> None:
     """Note that the server is alive at ``now``."""
     connection.execute(sa.update(t.instance).values(alive_at=now))

@@ -19,6 +19,7 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, Any]
     step: int
     infra_streak: int
+    infra_since: float | None
     base_version: int | None
     created_at: float
     ended_at: float | None

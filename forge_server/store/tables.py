@@ -33,6 +33,8 @@ instance = sa.Table(
     sa.Column("secret", sa.LargeBinary, nullable=False),  # 32 bytes; attempt and trainer keys are HMACs of it
     sa.Column("created_at", sa.Double, nullable=False),
     sa.Column("alive_at", sa.Double, nullable=False),  # liveness row: downtime is added to deadlines
+    sa.Column("in_flight", sa.Integer),  # N as a person set it,
+    sa.Column("in_flight_instead_of", sa.Integer),  # while the settings say this
 )
 
 holds = sa.Table(  # intervals in which calls were held or the server was down: they charge no clock
@@ -57,6 +59,7 @@ runs = sa.Table(
     sa.Column(
         "infra_streak", sa.Integer, nullable=False, server_default="0"
     ),  # infra failures in a row: breaker
+    sa.Column("infra_since", sa.Double),  # when the first of them was seen
     sa.Column("base_version", sa.Integer),  # the policy version that training started from
     sa.Column("created_at", sa.Double, nullable=False),
     sa.Column("ended_at", sa.Double),
