@@ -107,9 +107,8 @@ def test_a_dead_engine_is_nobodys_reward(lab: Lab, harness: str, trouble: str) -
     assert seen.result.reward is None
 
 
-@pytest.mark.parametrize("harness", ["claude-code-bare", "pi"])
-def test_weights_that_wait_for_a_call(lab: Lab, harness: str) -> None:
-    see(lab, harness, KNOWN["swap, drained"])
+def test_weights_that_wait_for_a_call(lab: Lab) -> None:
+    see(lab, "claude-code-bare", KNOWN["swap, drained"])
 
 
 def test_weights_that_change_within_a_call(hasty: Lab) -> None:
