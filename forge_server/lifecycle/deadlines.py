@@ -33,14 +33,17 @@ def due(connection: sa.Connection, now: float, silence_s: float) -> list[Deadlin
     that long.
     """
     a = t.attempts.c
-    watched = sa.or_(
-        a.startup_deadline <= now,
-        a.agent_deadline <= now,
-        a.verify_deadline <= now,
-        a.heartbeat_at <= now - silence_s,
-        sa.and_(a.backend == EXTERNAL, a.handle.is_not(None)),
-    )
-    query = rows.select(AttemptRow).where(a.state.in_(_live()), watched)
+    behind = {
+        Clock.STARTUP: a.startup_deadline <= now,
+        Clock.AGENT: a.agent_deadline <= now,
+        Clock.VERIFY: a.verify_deadline <= now,
+        Clock.HEARTBEAT: sa.or_(
+            a.heartbeat_at <= now - silence_s, sa.and_(a.backend == EXTERNAL, a.handle.is_not(None))
+        ),
+    }
+    # with their states, or every attempt that runs would be read again and again for having started long ago
+    watched = sa.or_(*(sa.and_(a.state.in_(sorted(_WATCHED[kind])), behind[kind]) for kind in Clock))
+    query = rows.select(AttemptRow).where(watched)
     held = open_holds(connection, now)
     found = []
     for attempt in rows.fetch(connection, AttemptRow, query):
@@ -125,7 +128,3 @@ def _shift(
     ]
     if moved:
         connection.execute(sa.update(t.attempts).where(t.attempts.c.id == sa.bindparam("which")), moved)
-
-
-def _live() -> list[str]:
-    return sorted({state.value for states in _WATCHED.values() for state in states})

@@ -207,8 +207,9 @@ class Scheduler:
             self._live &= rows.keys() | self._launching
             self._note_idle()
             overdue = self._clock() - self._options.missing_s
+            there = running | self._launching
             for attempt in rows.values():
-                if attempt.attempt_id in running | self._launching or attempt.since > overdue:
+                if attempt.attempt_id in there or attempt.since > overdue:
                     continue
                 look = await self._backend.look(attempt.attempt_id)
                 if look.fact is not None:

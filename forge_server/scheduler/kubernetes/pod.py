@@ -65,7 +65,7 @@ class Metadata(_Part, frozen=True, rename="camel", gc=False):
     uid: str = ""
     resource_version: str = ""
     labels: Owner = Owner()
-    creation_timestamp: str = ""
+    creation_timestamp: str | None = None  # null in bookmarks
     deletion_timestamp: str | None = None
 
 
