@@ -474,6 +474,19 @@ def drift(run_name: str, config: str | None, as_json: bool) -> None:
     data.drift(run_name, config, as_json)
 
 
+@cli.command()
+@click.argument("run_name", metavar="RUN")
+@click.option("--html", metavar="FILE", type=click.Path(), help="Write it as one HTML page.")
+@click.option("--k", type=click.IntRange(min=1), help="Of pass@k and pass^k (default: the run's n).")
+@_config
+@_json
+def analyze(run_name: str, html: str | None, k: int | None, config: str | None, as_json: bool) -> None:
+    """A run as a report: tasks and harnesses compared, cost, samples; as HTML with curves and conversations too."""
+    from forge_server.commands import analyze as command
+
+    command.analyze(run_name, html, k, config, as_json)
+
+
 def main() -> None:
     """Entry point: expected errors are one line on stderr; exit codes 0 ok, 1 failed, 2 usage."""
     from forge_server.domain.errors import ForgeError

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 
-import msgspec
 from rich.table import Table
 
 from forge_server.client.cost import Cost
 from forge_server.commands import show as out
+from forge_server.services.analysis.words import lives, phases, seconds
 
 
 def show(cost: Cost) -> None:
@@ -31,28 +31,9 @@ def show(cost: Cost) -> None:
             f"{seconds(start.p90_s)}, 99 % within {seconds(start.p99_s)}, the slowest {seconds(start.most_s)}"
         )
     out.console.print(f"\n[bold]where its {seconds(cost.wall_s)} went[/]")
-    out.console.print(_shares(phases(cost.loop, "_s"), cost.wall_s))
-    time = cost.time
-    out.console.print(f"\n[bold]where the {seconds(time.total_s)} of its rollouts went[/]")
-    out.console.print(
-        _shares(
-            {
-                "idle": time.idle_s,
-                "startup": time.startup_s,
-                "agent: engine": time.engine_s,
-                "agent: held": time.held_s,
-                "agent: harness": time.agent_s - time.engine_s - time.held_s,
-                "verify": time.verify_s,
-            },
-            time.total_s,
-        )
-    )
-
-
-def phases(times: msgspec.Struct, suffix: str) -> dict[str, float]:
-    """The fields that end so, without the ending."""
-    found = msgspec.structs.asdict(times)
-    return {name.removesuffix(suffix): value for name, value in found.items() if name.endswith(suffix)}
+    out.console.print(_shares(phases(cost), cost.wall_s))
+    out.console.print(f"\n[bold]where the {seconds(cost.time.total_s)} of its rollouts went[/]")
+    out.console.print(_shares(lives(cost), cost.time.total_s))
 
 
 def _shares(parts: Mapping[str, float], whole: float) -> Table:
@@ -68,14 +49,3 @@ def _shares(parts: Mapping[str, float], whole: float) -> Table:
 
 def money(amount: float) -> str:
     return f"{amount:.2f}" if amount >= 10 else f"{amount:.3g}"
-
-
-def seconds(amount: float | None) -> str:
-    """As a person says it."""
-    if amount is None:
-        return "-"
-    if amount < 100:
-        return f"{amount:.3g} s"
-    minutes, rest = divmod(round(amount), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
