@@ -39,6 +39,11 @@ BENCHMARKS = {
     "forest": Benchmark("forest.py", quick=("--repeat", "1")),
     "session": Benchmark("session_size.py"),
     "acks": Benchmark("acks.py", quick=("--seconds", "2")),
+    "pods": Benchmark(
+        "pods.py",
+        quick=("--pods", "200", "--seconds", "20", "--churn", "5"),
+        programs=("etcd", "openssl", "ip"),
+    ),
     "idle": Benchmark("idle.py", quick=("--seconds", "5")),
 }
 

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from forge_server.domain.events import Fact
+from forge_server.scheduler.kubernetes import client
 from forge_server.scheduler.kubernetes.pod import (
     Limits,
     Pod,
@@ -25,6 +26,16 @@ NODE_SILENT = {"type": "Ready", "status": "False"}
 STOPPED = {"type": "Ready", "status": "False", "reason": "ContainersNotReady", "message": "unready: [runner]"}
 OVER = {"terminated": {"exitCode": 0, "reason": "Completed", "startedAt": None}}
 RUNNING = {"running": {"startedAt": "2026-11-29T10:00:05Z"}}
+
+
+def test_a_bookmark_is_read() -> None:
+    """As an API server of version 1.20 sends it: a pod with a version and nothing else, nulls included."""
+    line = (
+        b'{"type":"BOOKMARK","object":{"kind":"Pod","apiVersion":"v1","metadata":{"resourceVersion":"12746",'
+        b'"creationTimestamp":null},"spec":{"containers":null},"status":{}}}'
+    )
+    seen = client._seen(line)
+    assert (seen.type, seen.pod.metadata.resource_version) == ("BOOKMARK", "12746")
 
 
 def pod(
