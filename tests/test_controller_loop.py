@@ -298,3 +298,26 @@ async def test_evaluation_and_recording_runs_end_by_themselves(database_url: str
         await w.reached(recorded, "completed")
         assert len(await w.rows(t.groups, t.groups.c.run_id == recorded)) == 4
         assert not await w.rows(t.batches) and not w.launcher.launched
+
+
+async def test_oversampled_groups_train_n_rollouts_and_count_the_rest(
+    database_url: str, tmp_path: Path
+) -> None:
+    """Each task meets each harness of the mixture on the way, too."""
+    async with world(database_url, tmp_path, reward=lambda row, step, slot: float(slot)) as w:
+        await w.tasks(2)
+        mixture = {"react": 1.0, "mini": 1.0}
+        run = settings(steps=3, groups=2, n=3, oversample=2, harness="", harnesses=mixture)
+        run_id = await w.runs.create(run)
+        await eventually(lambda: w.launcher.launched)
+        await w.trainer(run_id).run()
+        await w.reached(run_id, "completed")
+        for step in (1, 2, 3):
+            found = await w.metrics(run_id, step)
+            assert found["rollouts/drawn"] == 10 and found["rollouts/valid"] == found["rollouts/trained"] == 6
+            assert found["surplus/stopped"] == found["outcome/cancelled/surplus"] == 4
+        assert {len(batch.rollout_ids) for batch in await w.rows(t.batches)} == {6}
+        rollouts = await w.rows(t.rollouts, t.rollouts.c.slot == 0)
+        assert {(r.task_id, r.harness) for r in rollouts} == {
+            (task.id, harness) for task in await w.rows(t.tasks) for harness in mixture
+        }
