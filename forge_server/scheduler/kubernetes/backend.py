@@ -87,6 +87,7 @@ class KubernetesBackend:
         self._waiting: dict[str, asyncio.Future[int]] = {}  # for their turn to create a pod
         self._doomed: dict[str, float] = {}  # given up on -> grace of their pods
         self._told: dict[str, bool] = {}  # their end was seen; whether it is a row by now
+        self._unsaid: set[str] = set()  # their end could not be written, and is looked at again
         self._kept: set[str] = set()  # their pods are kept for a while, to be looked at
         self._left: dict[str, asyncio.Event] = {}  # set when the pod is gone
         self._stuck: dict[str, tuple[str, float]] = {}  # what their pods wait for, since when
@@ -128,14 +129,12 @@ class KubernetesBackend:
         log.info("kubernetes backend", server=self._pods.server, namespace=self._pods.namespace)
 
     async def launch(self, launch: Launch) -> dict[str, Any]:
-        try:
-            volumes = await self._volumes.usable(lambda: self.manifest(launch, image_volumes=True))
-            manifest = self.manifest(launch, image_volumes=volumes)
-        except ConfigError as error:
-            raise LaunchFailed(Fact.LAUNCH_FAILED, {"error": str(error)}) from None
         self._launching.add(launch.attempt_id)
         try:
-            made = await self._create(launch.attempt_id, manifest)
+            volumes = await self._volumes.usable(lambda: self.manifest(launch, image_volumes=True))
+            made = await self._create(launch.attempt_id, self.manifest(launch, image_volumes=volumes))
+        except ConfigError as error:
+            raise LaunchFailed(Fact.LAUNCH_FAILED, {"error": str(error)}) from None
         finally:
             self._launching.discard(launch.attempt_id)
         return {"pod": made.metadata.name, "uid": made.metadata.uid, "namespace": self._pods.namespace}
@@ -267,7 +266,8 @@ class KubernetesBackend:
                 mend="see whether the API server answers",
             )
         found = self._cache.found
-        for attempt_id in tuple(self._stuck):
+        again, self._unsaid = self._unsaid | self._stuck.keys(), set()
+        for attempt_id in again:
             if attempt_id in found:
                 self._examine(found[attempt_id])
         for attempt_id in tuple(self._doomed):
@@ -399,7 +399,7 @@ class KubernetesBackend:
             await self._on_gone(gone)
         except Exception:
             del self._told[attempt_id]
-            self._stuck[attempt_id] = ("", time.monotonic())  # it is looked at again
+            self._unsaid.add(attempt_id)
             raise
         self._told[attempt_id] = True
         if attempt_id not in self._cache.found:
