@@ -33,6 +33,10 @@ class FakeBackend:
         self.turn: asyncio.Semaphore | None = None
         self.stopping = asyncio.Event()
 
+    def hold(self) -> None:
+        """Launches wait from now on, each for a release of ``turn``."""
+        self.turn = asyncio.Semaphore(0)
+
     async def start(self, on_gone: Any) -> None:
         self.on_gone = on_gone
 

@@ -1,0 +1,126 @@
+"""What is concluded of attempts that are late or silent: first what explains it, and nothing by the blind."""
+
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+from test_scheduler_dispatch import dispatching, launched
+
+from forge_server.domain import events as e
+from forge_server.domain.events import Fact
+from forge_server.scheduler.scheduler import Options, Scheduler
+from forge_server.store import tables as t
+
+
+async def working(it: Any, attempt_id: str) -> None:
+    """The harness has called its model."""
+    await it.lifecycle.apply(e.RunnerJoined(attempt_id=attempt_id, nonce="n" * 16))
+    await it.lifecycle.apply(e.HarnessStarted(attempt_id=attempt_id, agent_s=600))
+    await it.record(attempt_id)
+
+
+async def silent_for(it: Any, attempt_id: str, seconds: float) -> None:
+    a = t.attempts
+    earlier = sa.update(a).where(a.c.id == attempt_id).values(heartbeat_at=a.c.heartbeat_at - seconds)
+    await it.store.write(lambda c: c.execute(earlier))
+
+
+async def test_silence_that_the_node_explains_is_not_held_against_the_agent(tmp_path: Path) -> None:
+    """I5: the machine under an attempt dies and nobody has said so yet."""
+    async with dispatching(tmp_path, in_flight=1) as it:
+        await it.group(n=1, max_attempts=1)
+        await launched(it, 1)
+        attempt_id = it.fake.launched[0].attempt_id
+        await working(it, attempt_id)
+        await silent_for(it, attempt_id, 100)
+        it.fake.blind = True
+        await it.scheduler.sweep()
+        assert not it.of("attempt_sealed") and not it.of("attempt_ended")  # nobody can tell
+        it.fake.blind, it.fake.seen = False, Fact.NODE_LOST
+        await it.scheduler.sweep()
+        (ended,) = await it.ended()
+        assert (ended.data["outcome"], ended.data["kind"]) == ("infra_failure", "node_lost")
+        assert (await it.attempts())[0]["evidence"]["details"] == {"alive": True}
+
+
+async def test_silence_without_explanation_is_the_agents(tmp_path: Path) -> None:
+    async with dispatching(tmp_path, in_flight=1) as it:
+        await it.group(n=1)
+        await launched(it, 1)
+        attempt_id = it.fake.launched[0].attempt_id
+        await working(it, attempt_id)
+        await silent_for(it, attempt_id, 100)
+        await it.scheduler.sweep()
+        await it.scheduler.sweep()
+        (ended,) = await it.ended()
+        assert (ended.data["outcome"], ended.data["kind"]) == ("policy_failure", "runner_lost")
+        assert (await it.attempts())[0]["evidence"]["details"] == {"alive": True}
+
+
+async def test_the_startup_clock_stands_while_the_backend_waits(tmp_path: Path) -> None:
+    now = [1000.0]
+    async with dispatching(tmp_path, clock=lambda: now[0], in_flight=1, startup_s=0.001) as it:
+        it.fake.hold()
+        await it.group(n=1, max_attempts=1)
+        await it.until(lambda: it.of("attempt_launching"))
+        now[0] += 1000.0
+        await it.scheduler.sweep()
+        assert not it.of("attempt_ended")  # there is no room for it yet
+        it.fake.turn.release()
+        await launched(it, 1)
+        it.fake.trouble = "the API server is away"
+        await it.scheduler.sweep()
+        it.fake.trouble = ""
+        await it.scheduler.sweep()
+        assert not it.of("attempt_ended")  # it could not start, and now has its whole time
+        now[0] += 1.0
+        await it.scheduler.sweep()
+        (ended,) = await it.ended()
+        assert ended.data["kind"] == "startup_timeout"
+        assert (await it.attempts())[0]["evidence"]["details"] == {"alive": True}
+
+
+async def test_no_more_are_launched_than_there_is_room_for(tmp_path: Path) -> None:
+    async with dispatching(tmp_path, in_flight=8) as it:
+        it.fake.places = 3
+        await it.group(n=8)
+        await launched(it, 3)
+        it.fake.places = 0
+        await it.scheduler.reconcile()
+        assert len(it.of("attempt_queued")) == 3
+
+
+async def test_a_launch_that_was_not_finished_is_taken_up_again(tmp_path: Path) -> None:
+    """The server died between the row and the pod: no attempt is spent on that."""
+    async with dispatching(tmp_path, in_flight=2) as it:
+        it.fake.name = "kubernetes"  # of what lives longer than we do
+        it.fake.hold()
+        await it.group(n=2, max_attempts=1)
+        await it.until(lambda: len(it.of("attempt_launching")) == 2)
+        await it.scheduler.stop()
+        assert not it.of("attempt_ended")
+        first = [row.attempt_id for row in it.of("attempt_queued")]
+        it.fake.turn = None
+        it.scheduler = Scheduler(
+            it.store, it.lifecycle, it.fake, it.no_plans, it.secret, Options(in_flight=2, heartbeat_s=0.0)
+        )
+        await it.scheduler.start()
+        await launched(it, 2)
+        assert sorted(launch.attempt_id for launch in it.fake.launched) == sorted(first)
+        await it.scheduler.stop()
+
+
+async def test_a_full_cluster_spends_no_attempt_and_trips_no_breaker(tmp_path: Path) -> None:
+    async with dispatching(tmp_path, in_flight=2) as it:
+        await it.group(n=1, max_attempts=1)
+        await launched(it, 1)
+        await working(it, it.fake.launched[0].attempt_id)  # one is under way
+        await it.group(n=1, max_attempts=1)
+        for number in range(15):
+            await launched(it, number + 2)
+            attempt_id = it.fake.launched[-1].attempt_id
+            await it.lifecycle.apply(
+                e.BackendFact(attempt_id=attempt_id, fact=Fact.UNSCHEDULABLE, evidence={}, independent=True)
+            )
+        await launched(it, 17)
+        assert not it.of("rollout_ended") and not it.of("run_paused")
