@@ -1,5 +1,9 @@
 """What is concluded of attempts that are late or silent: first what explains it, and nothing by the blind."""
 
+import asyncio
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +12,7 @@ from test_scheduler_dispatch import dispatching, launched
 
 from forge_server.domain import events as e
 from forge_server.domain.events import Fact
+from forge_server.scheduler.backend import Gone
 from forge_server.scheduler.scheduler import Options, Scheduler
 from forge_server.store import tables as t
 
@@ -124,3 +129,39 @@ async def test_a_full_cluster_spends_no_attempt_and_trips_no_breaker(tmp_path: P
             )
         await launched(it, 17)
         assert not it.of("rollout_ended") and not it.of("run_paused")
+
+
+async def test_evidence_and_last_words_are_shown(tmp_path: Path) -> None:
+    """What ended an attempt can be read with the server down, too."""
+    async with dispatching(tmp_path, in_flight=1) as it:
+        await it.group(n=1, max_attempts=1)
+        await launched(it, 1)
+        launch = it.fake.launched[0]
+        evidence = {"node": "node-7", "conditions": [{"type": "Ready", "reason": "ContainersNotReady"}]}
+        gone = Gone(
+            attempt_id=launch.attempt_id,
+            fact=Fact.EVICTED,
+            evidence=evidence,
+            independent=True,
+            log="runner: the last thing I saw\n",
+        )
+        await it.fake.on_gone(gone)
+        await it.ended()
+    said = {word: await _cli(tmp_path, "rollout", word, launch.rollout_id) for word in ("show", "logs")}
+    assert "evicted" in said["show"] and "node-7" in said["show"] and "ContainersNotReady" in said["show"]
+    assert "the last thing I saw" in said["logs"]
+
+
+async def _cli(folder: Path, *words: str) -> str:
+    environ = {**os.environ, "FORGE_STORE__URL": f"sqlite:///{folder / 'forge.db'}", "COLUMNS": "300"}
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "forge_server.cli", *words),
+        cwd=folder,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    async with asyncio.timeout(60):
+        out, _ = await process.communicate()
+    assert process.returncode == 0, out.decode()
+    return out.decode()
