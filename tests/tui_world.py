@@ -4,6 +4,7 @@ Everything is made up, and the same each time: ids, times, figures. The featured
 an untrained call, tokens of two policy versions, rewards, evidence and logs.
 """
 
+import asyncio
 import json
 import math
 import time
@@ -21,6 +22,7 @@ import zstandard
 from api_rig import Rig, rig
 from forge_tui.app import ForgeApp
 from sqlalchemy import Connection
+from textual.pilot import Pilot
 
 from forge_server.api import cost, overview
 from forge_server.client.http import ForgeClient
@@ -61,7 +63,9 @@ def created(n: int) -> float:
 
 
 @asynccontextmanager
-async def world(folder: Path, monkeypatch: pytest.MonkeyPatch, *, empty: bool = False) -> AsyncIterator[Rig]:
+async def world(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *, empty: bool = False, **sections: Any
+) -> AsyncIterator[Rig]:
     """The server. What the overview says is as of ``NOW``."""
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
@@ -72,11 +76,38 @@ async def world(folder: Path, monkeypatch: pytest.MonkeyPatch, *, empty: bool = 
     (model / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     (model / "tokenizer.json").write_text(json.dumps(TOKENIZER))
     engine = {} if empty else {"engine": EngineSettings(model=str(model))}
-    async with rig(folder / "server", **engine) as made_rig:
+    async with rig(folder / "server", **engine, **sections) as made_rig:
         if not empty:
             await made_rig.server.store.write(seed)
             made_rig.server.engine.ready, made_rig.server.engine.reason = True, ""  # type: ignore[misc]
         yield made_rig
+
+
+async def settled(app: ForgeApp, pilot: Pilot[Any]) -> None:
+    """What is due was read and painted."""
+    async with asyncio.timeout(30.0):
+        for _ in range(2):
+            await pilot.pause()
+            while not app.idle or app.feed.state == "connecting":  # noqa: ASYNC110 - its threads tell nobody
+                await asyncio.sleep(0.01)
+            app.flush()
+            await pilot.pause()
+        while not app.idle:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await pilot.pause()
+
+
+async def press(app: ForgeApp, pilot: Pilot[Any], *keys: str) -> None:
+    """One after the other, each with what follows from it."""
+    for key in keys:
+        await pilot.press(key)
+        await settled(app, pilot)
+
+
+def shown(app: ForgeApp) -> str:
+    """The terminal's text, without spaces at the ends of lines."""
+    strips = app.screen._compositor.render_strips()
+    return "\n".join("".join(segment.text for segment in strip).rstrip() for strip in strips) + "\n"
 
 
 @asynccontextmanager

@@ -94,15 +94,20 @@ class EventStream:
     """
 
     def __init__(self, response: httpx.Response) -> None:
-        self._response = response
+        self._response, self._closed = response, False
 
     def __iter__(self) -> Iterator[list[s.EventView]]:
         rest = b""
-        for chunk in self._response.iter_raw():
-            *whole, rest = (rest + chunk).split(b"\r\n\r\n")
-            yield [_event(data) for each in whole if (data := each.partition(b"data: ")[2])]
+        try:
+            for chunk in self._response.iter_raw():
+                *whole, rest = (rest + chunk).split(b"\r\n\r\n")
+                yield [_event(data) for each in whole if (data := each.partition(b"data: ")[2])]
+        except httpx.HTTPError:
+            if not self._closed:
+                raise
 
     def close(self) -> None:
+        self._closed = True
         found = self._response.extensions["network_stream"].get_extra_info("socket")
         if found is not None:
             with suppress(OSError):
@@ -137,7 +142,7 @@ class ForgeClient:
     ) -> None:
         self.close()
 
-    def call(self, method: str, path: str, kind: type[T], body: Any = None, **params: Any) -> T:
+    def call(self, method: str, path: str, kind: type[T], body: Any = None, /, **params: Any) -> T:
         """One request. Raises ServerUnreachable, Unauthorized or ApiError."""
         response = self._send(method, path, body, params)
         if response.status_code >= 400:

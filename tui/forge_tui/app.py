@@ -9,11 +9,13 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
+from itertools import zip_longest
 from typing import Any, ClassVar, Literal, TypeVar
 
 from textual import work
-from textual.app import App, ComposeResult, SystemCommand
+from textual.app import App, ComposeResult, ScreenStackError, SystemCommand
 from textual.binding import Binding
+from textual.css.query import NoMatches
 from textual.screen import Screen
 from textual.widgets import ContentSwitcher, Footer
 
@@ -24,6 +26,7 @@ from forge_server.domain.errors import ForgeError, Unauthorized
 from forge_tui import palette, words
 from forge_tui.dialogs import Ask, Confirm, Help, Pick
 from forge_tui.feed import Asker, Feed
+from forge_tui.grid import Grid
 from forge_tui.ink import Line
 from forge_tui.model import Model
 from forge_tui.sheet import Sheet
@@ -63,13 +66,13 @@ class ForgeApp(App[None]):
             Binding(str(i + 1), f"view('{name}')", view.TITLE, show=False)
             for i, (name, view) in enumerate(VIEWS.items())
         ),
+        Binding("question_mark", "help", "Keys", key_display="?"),
         Binding("p", "pause", "Pause"),
         Binding("i", "in_flight", "In flight"),
         Binding("u", "run", "Run"),
         Binding("x", "cancel_run", "End run", show=False),
         Binding("d", "light", "Light", show=False),
         Binding("ctrl+r", "reload", "Read again", show=False),
-        Binding("question_mark", "help", "Keys", key_display="?"),
         Binding("q", "quit", "Quit"),
     ]
 
@@ -126,6 +129,18 @@ class ForgeApp(App[None]):
         return {}
 
     @property
+    def idle(self) -> bool:
+        """Nothing is being read or asked."""
+        return not self._loading and all(
+            worker.is_finished or worker.group == "steer" for worker in self.workers
+        )
+
+    @property
+    def leaving(self) -> bool:
+        """What was asked may be answered when nothing is there any more to show it."""
+        return not self.is_running or not self.screen_stack or not self.screen_stack[0].query(ContentSwitcher)
+
+    @property
     def view(self) -> View:
         """The screen that is open in the main window."""
         switcher = self.screen_stack[0].query_one(ContentSwitcher)
@@ -143,6 +158,8 @@ class ForgeApp(App[None]):
 
     def flush(self) -> None:
         """Hand on what has happened, read what is due, paint what changed."""
+        if self.leaving:
+            return
         events = self.feed.drain()
         self.recent.extend(events)
         if self.feed.lost != self._lost:
@@ -195,6 +212,9 @@ class ForgeApp(App[None]):
         """Errors of the server are told, not raised."""
         try:
             await work
+        except (NoMatches, ScreenStackError):
+            if not self.leaving:
+                raise
         except (ServerUnreachable, Unauthorized) as error:
             self._blame(error)
         except ForgeError as error:
@@ -218,6 +238,8 @@ class ForgeApp(App[None]):
             if self.chosen is not None:  # of another database
                 self.chosen = None
             self._overview_trouble = ("other", str(error))
+            return
+        if self.leaving:
             return
         first = self.model.overview is None
         before = self.model.run
@@ -253,7 +275,8 @@ class ForgeApp(App[None]):
         elif isinstance(error, Unauthorized):
             trouble = "denied"
         self._overview_trouble = (trouble, str(error))
-        self._watch()
+        if not self.leaving:
+            self._watch()
 
     def _watch(self) -> None:
         """Cover the dashboard while the server cannot be watched, uncover it when it can."""
@@ -284,7 +307,8 @@ class ForgeApp(App[None]):
     # --- head
 
     def _header(self, id: str) -> None:
-        self.screen_stack[0].query_one(f"#{id}", Sheet).redraw()
+        for sheet in self.screen_stack[0].query(f"#{id}").results(Sheet):
+            sheet.redraw()
 
     def _banner(self, width: int, height: int) -> list[Line]:
         found = self.model.overview
@@ -365,13 +389,15 @@ class ForgeApp(App[None]):
         self.push_screen(Help(self._keys()))
 
     def _keys(self) -> str:
-        rows = []
-        holders = [self.screen, *([self.view] if self.screen is self.screen_stack[0] else []), self]
-        for holder in holders:
-            for _, binding in holder._bindings:
-                if holder is self or not binding.key.startswith("ctrl+"):
-                    rows.append(f"{binding.key_display or _spelled(binding.key):>10}  {binding.description}")
-        return "\n".join(dict.fromkeys(row for row in rows if not row.endswith("  ")))
+        """Those of the open screen, then those that go everywhere; in two columns."""
+        here = self.screen if isinstance(self.screen, RolloutScreen) else self.view
+        rows = [
+            f"{binding.key_display or SPELLED.get(binding.key, binding.key):>9}  {binding.description}"
+            for holder in (type(here), Grid, ForgeApp)
+            for binding in own_bindings(holder)
+        ]
+        half = -(-len(rows) // 2)
+        return "\n".join(f"{a:<30}{b}" for a, b in zip_longest(rows[:half], rows[half:], fillvalue=""))
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
         for name, view in VIEWS.items():
@@ -491,9 +517,13 @@ def _line(version: str) -> tuple[str, ...]:
     return tuple(parts[:2] if parts[0] == "0" else parts[:1])
 
 
-def _spelled(key: str) -> str:
-    names = {"slash": "/", "question_mark": "?", "escape": "esc", "space": "space"}
-    return ",".join(names.get(each, each) for each in key.split(",")[:1])
+SPELLED = {"escape": "esc", "escape,backspace": "esc", "up,k": "↑", "down,j": "↓"}
+
+
+def own_bindings(holder: type) -> list[Binding]:
+    """The keys that a class of ours brings, its bases of ours included."""
+    ours = [base for base in holder.__mro__ if base.__module__.startswith("forge_tui")]
+    return [b for base in ours for b in vars(base).get("BINDINGS", ()) if isinstance(b, Binding)]
 
 
 def main(url: str | None, key: str | None, *, light: bool = False) -> None:

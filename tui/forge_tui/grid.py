@@ -104,6 +104,12 @@ class Grid(ScrollView, can_focus=True):
     def rows(self) -> Sequence[Row]:
         return self._rows
 
+    def use(self, columns: Sequence[Column]) -> None:
+        """Show other columns; the rows must follow."""
+        self._columns, self._rows, self._at, self.cursor = tuple(columns), (), {}, 0
+        self._lay_out()
+        self.refresh()
+
     def put(self, rows: Sequence[Row], *, empty: str | None = None) -> None:
         """Show these. The cursor follows its row, unless it is on the first: that one shows what is new."""
         chosen = self.key if self.cursor else None

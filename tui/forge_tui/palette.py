@@ -19,11 +19,11 @@ DARK = {
     "info": "#62b9f2",
     "accent": "#d99bc4",
     "mark": "#f0e442",
-    "ramp0": "#0d3b66",
-    "ramp1": "#1f6f8b",
-    "ramp2": "#35977d",
-    "ramp3": "#8a8f2a",
-    "ramp4": "#a8521e",
+    "ramp0": "#14202b",
+    "ramp1": "#1d3d5c",
+    "ramp2": "#5a4a1a",
+    "ramp3": "#7d5212",
+    "ramp4": "#a04a1c",
 }
 LIGHT = {
     "ground": "#fbfbf8",
@@ -38,14 +38,14 @@ LIGHT = {
     "info": "#005f99",
     "accent": "#8f3a74",
     "mark": "#6b6200",
-    "ramp0": "#dcebf7",
-    "ramp1": "#b9dcd6",
-    "ramp2": "#cfe0a8",
-    "ramp3": "#f2dc9b",
-    "ramp4": "#f5bfa2",
+    "ramp0": "#f4f8fb",
+    "ramp1": "#d6e6f2",
+    "ramp2": "#f0dca0",
+    "ramp3": "#efb868",
+    "ramp4": "#e08a45",
 }
 RAMP = ("ramp0", "ramp1", "ramp2", "ramp3", "ramp4")
-"""From likely to unlikely, as backgrounds."""
+"""From likely to unlikely, as backgrounds: lightness goes one way, so that no hue is needed to read them."""
 
 SERIES = ("info", "warn", "good", "accent", "bad", "mark")
 """For what has no order: versions, agents, parts of a bar."""

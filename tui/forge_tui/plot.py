@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from math import isfinite
 
-from forge_tui.ink import Line
+from forge_tui.ink import Line, fit
 
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+ABSURD = 1e100
+"""So large a figure is none."""
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
@@ -14,12 +16,14 @@ def number(value: float | None, digits: int = 3) -> str:
     if value is None or not isfinite(value):
         return "-"
     size = abs(value)
+    if size >= 1e12:
+        return f"{value:.0e}".replace("e+", "e")
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if size >= limit:
             scale = {"G": 1e9, "M": 1e6, "k": 1e3}[unit]
             return f"{value / scale:.{1 if size / scale < 100 else 0}f}{unit}"
-    if value == int(value):
-        return str(int(value))
+    if value == int(value) or size >= 1000:
+        return f"{value:.0f}"
     if size < 1e-3:
         return f"{value:.1e}".replace("e-0", "e-")
     return f"{value:.{digits}g}"
@@ -59,14 +63,14 @@ def curve(
     for index, cells in enumerate(canvas):
         text = top if index == 0 else bottom if index == height - 1 else ""
         out.append(
-            [(text.rjust(label - 1) + " ", "muted"), ("".join(chr(0x2800 + cell) for cell in cells), style)]
+            [(fit(text, label - 1, "right") + " ", "muted"), ("".join(chr(0x2800 + cell) for cell in cells), style)]
         )
     return out
 
 
 def _columns(values: Sequence[float | None], columns: int) -> list[float | None]:
     """As many as there are columns: fewer are stretched, more become means."""
-    found = [value if value is not None and isfinite(value) else None for value in values]
+    found = [value if value is not None and abs(value) < ABSURD else None for value in values]
     count = len(found)
     if not count:
         return []

@@ -34,24 +34,7 @@ class CompareView(View):
 
     def compose(self) -> ComposeResult:
         yield Sheet(id=f"{self.BY}-head", classes="head")
-        yield Grid(self._columns(), id=f"{self.BY}-grid", empty="reading…")
-
-    def _columns(self) -> tuple[Column, ...]:
-        return (
-            Column(self.BY, 14, grow=True, sort="name"),
-            Column("rollouts", 8, "right"),
-            Column("pass", 10, sort="pass"),
-            Column("pass@1", 6, "right"),
-            Column("pass@k", 6, "right"),
-            Column("pass^k", 6, "right"),
-            Column("reward", 6, "right", priority=1, sort="reward"),
-            Column("calls", 6, "right", priority=3, sort="calls"),
-            Column("out tok", 7, "right", priority=4, sort="tokens"),
-            Column("in tok", 7, "right", priority=7),
-            Column("time", 7, "right", priority=5, sort="seconds"),
-            Column("tries", 5, "right", priority=8),
-            Column("failures", 34, priority=6, sort="failures"),
-        )
+        yield Grid(columns(self.BY), id=f"{self.BY}-grid", empty="reading…")
 
     def on_mount(self) -> None:
         self.query_one(Sheet).put(lambda width, height: [self._head()])
@@ -73,7 +56,7 @@ class CompareView(View):
 
     def show(self) -> None:
         found = sorted(self._found, key=self._key, reverse=not self.ascending)
-        self.query_one(Grid).put([Row(each.name, _cells(each)) for each in found], empty="no rollouts yet")
+        self.query_one(Grid).put([Row(each.name, cells(each)) for each in found], empty="no rollouts yet")
         self.query_one(Grid).heading(self.sort, not self.ascending)
         self.query_one(Sheet).redraw()
 
@@ -130,7 +113,26 @@ class HarnessesView(CompareView):
     BY = "harness"
 
 
-def _cells(each: Comparison) -> tuple[Span, ...]:
+def columns(by: str) -> tuple[Column, ...]:
+    """Of a table of comparisons."""
+    return (
+        Column(by, 14, grow=True, sort="name"),
+        Column("rollouts", 8, "right"),
+        Column("pass", 10, sort="pass"),
+        Column("pass@1", 6, "right"),
+        Column("pass@k", 6, "right"),
+        Column("pass^k", 6, "right"),
+        Column("reward", 7, "right", priority=1, sort="reward"),
+        Column("calls", 6, "right", priority=3, sort="calls"),
+        Column("out tok", 8, "right", priority=4, sort="tokens"),
+        Column("in tok", 7, "right", priority=7),
+        Column("time", 7, "right", priority=5, sort="seconds"),
+        Column("tries", 5, "right", priority=8),
+        Column("failures", 34, priority=6, sort="failures"),
+    )
+
+
+def cells(each: Comparison) -> tuple[Span, ...]:
     share = each.passed / each.valid if each.valid else 0.0
     failed = ", ".join(f"{kind.replace('_', ' ')} {n}" for kind, n in each.failures.items())
     return (

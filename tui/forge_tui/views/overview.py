@@ -115,7 +115,7 @@ def verdict(found: Overview, width: int, most: int) -> list[Line]:
         mark: Span = ("  ✖ ", "bad") if alarm.level == "error" else ("  ▲ ", "warn")
         text, mend = f"{alarm.name}: {alarm.what}", f"  → {alarm.mend}"
         if len(text) + len(mend) + 4 > width:
-            mend = mend[: max(0, width - len(text) - 5)] if len(text) + 14 < width else ""
+            mend = ink.fit(mend, width - len(text) - 4) if len(text) + 14 < width else ""
         out.append([mark, (ink.fit(text, min(len(text), width - 4)), "text"), (mend, "muted")])
     if len(found.alarms) > most:
         out.append([(f"    and {len(found.alarms) - most} more", "muted")])

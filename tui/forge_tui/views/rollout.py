@@ -48,13 +48,13 @@ CALLS = (
     Column("mode", 6, priority=9),
 )
 SEGMENTS = (
-    Column("segment", 7, "right"),
-    Column("begins as", 20),
-    Column("tokens", 8, "right"),
-    Column("trained", 8, "right"),
-    Column("prompt", 8, "right", priority=2),
+    Column("#", 4, "right"),
+    Column("begins as", 18),
+    Column("tokens", 7, "right"),
+    Column("trained", 7, "right"),
+    Column("prompt", 7, "right", priority=2),
     Column("policy", 9, "right", priority=3),
-    Column("calls", 12, grow=True),
+    Column("calls", 8, grow=True),
 )
 
 

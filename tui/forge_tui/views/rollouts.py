@@ -8,12 +8,13 @@ from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.widgets import Input
 
-from forge_server.client.schemas import EventView, RolloutView
+from forge_server.client.schemas import Comparison, EventView, RolloutView
 from forge_tui import words
 from forge_tui.grid import Column, Grid, Row
 from forge_tui.ink import Line, Span
 from forge_tui.plot import number
 from forge_tui.sheet import Sheet
+from forge_tui.views import compare
 from forge_tui.views.base import View
 
 PAGE = 200
@@ -31,7 +32,7 @@ COLUMNS = (
     Column("calls", 5, "right", priority=3),
     Column("tokens", 7, "right", priority=5),
     Column("time", 7, "right", sort="ended"),
-    Column("try", 3, "right", priority=6, sort="attempts"),
+    Column("try", 4, "right", priority=6, sort="attempts"),
     Column("pol", 4, "right", priority=7),
     Column("mode", 6, priority=8),
     Column("not trained", 16, priority=9),
@@ -63,12 +64,13 @@ class RolloutsView(View):
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
         self.filters: dict[str, str | None] = {}
-        self.sort, self.ascending, self.group = "created", False, None
+        self.sort, self.ascending = "created", False
+        self.group: str | None = None
+        self._grouped: list[Comparison] = []
         self._rows: dict[str, RolloutView] = {}
         self._cursor: str | None = None
         self._new = False
         self._read_at = 0.0
-        self._grouped: list[Any] = []
 
     def compose(self) -> ComposeResult:
         yield Sheet(id="rollouts-head", classes="head")
@@ -88,7 +90,8 @@ class RolloutsView(View):
     # --- reading
 
     def _parameters(self) -> dict[str, Any]:
-        return {"run": self.forge.model.run, **self.filters}
+        order = "asc" if self.ascending else "desc"
+        return {"run": self.forge.model.run, "sort": self.sort, "order": order, **self.filters}
 
     async def load(self) -> None:
         forge, self._read_at, self._new = self.forge, self.forge.monotonic(), False
@@ -99,10 +102,10 @@ class RolloutsView(View):
             self.show()
             return
         limit = max(PAGE, min(len(self._rows), 1000))
-        order = "asc" if self.ascending else "desc"
-        found = await forge.ask(
-            lambda: forge.client.rollout_page(limit=limit, sort=self.sort, order=order, **self._parameters())
-        )
+        asked = self._parameters()
+        found = await forge.ask(lambda: forge.client.rollout_page(limit=limit, **asked))
+        if asked != self._parameters():
+            return
         self._rows = {row.id: row for row in found.items}
         self._cursor = found.next_cursor
         self.show()
@@ -111,10 +114,8 @@ class RolloutsView(View):
         forge, cursor = self.forge, self._cursor
         if cursor is None or len(self._rows) >= MOST:
             return
-        order = "asc" if self.ascending else "desc"
-        found = await forge.ask(
-            lambda: forge.client.rollout_page(cursor, PAGE, sort=self.sort, order=order, **self._parameters())
-        )
+        asked = self._parameters()
+        found = await forge.ask(lambda: forge.client.rollout_page(cursor, PAGE, **asked))
         if self._cursor == cursor:
             self._rows |= {row.id: row for row in found.items}
             self._cursor = found.next_cursor
@@ -166,7 +167,9 @@ class RolloutsView(View):
             grid.put(rows, empty="no rollout is like this" if self._narrowed else "no rollouts yet")
             grid.heading(self.sort, not self.ascending)
         else:
-            grid.put([Row(f"{self.group}:{each.name}", _group_cells(each)) for each in self._grouped])
+            rows = [Row(f"{self.group}:{each.name}", compare.cells(each)) for each in self._grouped]
+            grid.put(rows, empty="no rollouts yet")
+            grid.heading("name", False)
         self.query_one(Sheet).redraw()
 
     def tick(self) -> None:
@@ -224,8 +227,7 @@ class RolloutsView(View):
 
     def action_next(self, what: str) -> None:
         if what == "group":
-            self.group = GROUPS[(GROUPS.index(self.group) + 1) % len(GROUPS)]
-            self.query_one(Grid).put([], empty="reading…")
+            self._by(GROUPS[(GROUPS.index(self.group) + 1) % len(GROUPS)])
         elif what == "sort":
             self.sort = SORTS[(SORTS.index(self.sort) + 1) % len(SORTS)]
         else:
@@ -244,7 +246,7 @@ class RolloutsView(View):
             box.display = False
             self.begin()
         elif self.group is not None or self._narrowed:
-            self.group = None
+            self._by(None)
             self.filters = {}
             self._anew()
 
@@ -265,12 +267,18 @@ class RolloutsView(View):
         self._anew()
 
     def act(self, **filters: Any) -> None:
-        self.filters, self.group = dict(filters), None
+        self.filters = dict(filters)
+        self._by(None)
         self._anew()
 
+    def _by(self, group: str | None) -> None:
+        if group != self.group:
+            self.group = group
+            self.query_one(Grid).use(COLUMNS if group is None else compare.columns(group))
+
     def _anew(self) -> None:
-        self._rows, self._cursor = {}, None
-        self.query_one(Grid).go(0)
+        self._rows, self._cursor, self._grouped = {}, None, []
+        self.query_one(Grid).put([], empty="reading…")
         self.stale = True
         self.query_one(Sheet).redraw()
         self.forge.hurry()
@@ -283,6 +291,8 @@ class RolloutsView(View):
             self._more()
 
     def on_grid_sorted(self, event: Grid.Sorted) -> None:
+        if self.group is not None:
+            return
         self.ascending = not self.ascending if event.sort == self.sort else False
         self.sort = event.sort
         self._anew()
@@ -318,22 +328,3 @@ def parsed(query: str) -> dict[str, str | None]:
     if rest:
         filters["text"] = " ".join(rest)
     return filters
-
-
-def _group_cells(each: Any) -> tuple[Span, ...]:
-    failed = ", ".join(f"{kind.replace('_', ' ')} {n}" for kind, n in list(each.failures.items())[:2])
-    return (
-        (f"{each.rollouts}", "text bold"),
-        (f"{each.ended} ended", "muted"),
-        (failed, "warn"),
-        (each.name, "info"),
-        (f"pass {words.percent(each.pass_at_1)}", "good"),
-        (number(each.reward), "text"),
-        (number(each.calls), "text"),
-        (number(each.completion_tokens), "text"),
-        (words.span_of(each.seconds), "text"),
-        (number(each.attempts, 2), "muted"),
-        ("", ""),
-        ("", ""),
-        ("", ""),
-    )

@@ -75,7 +75,7 @@ def legend(found: TokensView, mode: Mode) -> Line:
 
 
 def under_cursor(found: TokensView, cursor: int, texts: Sequence[str]) -> Line:
-    at = f"token {found.offset + cursor}/{found.length} "
+    at = f"token {found.offset + cursor + 1}/{found.length} "
     line: Line = [(at, "muted"), (f"{texts[cursor]!r} ", "text bold"), (f"id {found.ids[cursor]} ", "muted")]
     if found.mask[cursor]:
         value = found.logprobs[cursor]

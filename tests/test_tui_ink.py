@@ -1,0 +1,149 @@
+"""Lines, tables, plots and colours of the dashboard, without a server."""
+
+import math
+
+import pytest
+from forge_tui import ink, palette, plot, words
+from forge_tui.views import talk, tokens
+from forge_tui.views.rollouts import parsed
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+
+from forge_server.client.schemas import TokensView
+
+TEXTS = st.text(alphabet=st.characters(codec="utf-8"), max_size=200)
+
+
+@given(TEXTS)
+def test_nothing_that_was_written_reaches_the_terminal_as_a_command(text: str) -> None:
+    shown = ink.plain(text)
+    assert not any(ord(c) < 32 or 0x7F <= ord(c) < 0xA0 for c in shown)
+    assert not set(shown) & set("‎‏‪‫‬‭‮⁦⁧⁨⁩")
+    painted = ink.strip([(text, "good")], 40, "forge-dark")
+    assert painted.cell_length == 40
+
+
+@given(TEXTS, st.integers(1, 60))
+def test_wrapped_text_keeps_its_words_and_its_width(text: str, width: int) -> None:
+    rows = ink.wrap(text, width)
+    assert all(cell_len(row) <= max(width, 2) for row in rows)  # a wide character alone may take two
+    assert "".join(rows).replace(" ", "") == "".join(map(ink.plain, text.split("\n"))).replace(" ", "")
+
+
+@given(TEXTS.map(ink.plain), st.integers(0, 40))
+def test_a_cell_is_as_wide_as_its_column(text: str, width: int) -> None:
+    assert cell_len(ink.fit(text, width)) == width
+    assert ink.width_of(ink.cut([(text, ""), (text, "")], width)) == width
+
+
+@given(
+    st.lists(st.one_of(st.none(), st.floats(allow_nan=True, allow_infinity=True)), max_size=300),
+    st.integers(12, 100),
+    st.integers(3, 12),
+)
+def test_any_series_is_a_curve(values: list[float | None], width: int, height: int) -> None:
+    lines = plot.curve(values, width, height)
+    assert len(lines) == height
+    assert all(ink.width_of(line) <= max(width, 24) for line in lines)
+
+
+def test_a_curve_goes_up_when_its_values_do() -> None:
+    lines = ["".join(text for text, _ in line) for line in plot.curve([0, 1, 2, 3], 28, 4)]
+    first = [next(i for i, c in enumerate(line[8:]) if c != "⠀") for line in lines]
+    assert first == sorted(first, reverse=True)
+    assert lines[0].startswith("      3 ") and lines[-1].startswith("      0 ")
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=6), st.integers(4, 80))
+def test_stacked_parts_fill_their_share(values: list[float], width: int) -> None:
+    line = plot.stacked([(value, "info", "█") for value in values], width)
+    assert ink.width_of(line) == width
+    if sum(values) > 0:
+        assert sum(text.count("█") for text, _ in line) == width
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "-"), (0.0, "0"), (12, "12"), (1550.4, "1550"), (12345, "12.3k"), (3.2e6, "3.2M"), (0.12345, "0.123"),
+     (2e-4, "2.0e-4"), (math.nan, "-")],
+)  # fmt: skip
+def test_numbers_are_short(value: float | None, text: str) -> None:
+    assert plot.number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (None, "-"),
+        (0.8, "800ms"),
+        (2.34, "2.3s"),
+        (59, "59s"),
+        (61, "1m01s"),
+        (3720, "1h02m"),
+        (200_000, "2d07h"),
+    ],
+)
+def test_durations_are_short(seconds: float | None, text: str) -> None:
+    assert words.span_of(seconds) == text
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(a: str, b: str) -> float:
+    high, low = sorted((luminance(a), luminance(b)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("roles", palette.THEMES.values(), ids=palette.THEMES)
+def test_every_colour_can_be_read(roles: dict[str, str]) -> None:
+    """WCAG AA for text, on the ground, on a chosen row and on the ramp."""
+    for role in ("text", "muted", "good", "warn", "bad", "info", "accent", "mark"):
+        assert contrast(roles[role], roles["ground"]) >= 4.5, role
+        assert contrast(roles[role], roles["chosen"]) >= 3.0, role
+    steps = [luminance(roles[role]) for role in palette.RAMP]
+    assert steps in (sorted(steps), sorted(steps, reverse=True))
+    for role in palette.RAMP:
+        assert contrast(roles["text"], roles[role]) >= 4.5, role
+
+
+def test_no_state_is_told_by_its_colour_alone() -> None:
+    for state in (*words.OUTCOMES, *words.LIVE, "pending", "paused", "live", "rejected"):
+        text, _ = words.told(state)
+        assert text[0] not in " ·" and state.replace("_", " ") in text
+    outcomes = [words.symbol(outcome)[0] for outcome in words.OUTCOMES]
+    assert len(set(outcomes)) == len(outcomes)
+
+
+def test_a_query_is_filters_and_words() -> None:
+    assert parsed("task:a kind:b two words x:y") == {"task": "a", "kind": "b", "text": "two words x:y"}
+    assert parsed("") == {}
+
+
+def test_messages_of_any_shape_are_shown() -> None:
+    for message in (
+        None,
+        "text",
+        {"role": "user"},
+        {"role": "user", "content": None},
+        {"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}, 7]},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{broken"}}, 3]},
+        {"role": "odd", "content": {"deep": [1]}},
+    ):
+        assert talk.said(message, 40, whole=False)
+
+
+def test_a_line_break_in_a_token_breaks_the_line() -> None:
+    found = TokensView(
+        length=4, offset=0, ids=[1, 2, 3, 4], mask=[0, 0, 1, 1], logprobs=[0.0, 0.0, -0.05, -5.0],
+        versions=[-1, -1, 3, 4], text=["a", "\n", "b", "\x1b"],
+    )  # fmt: skip
+    lines, places = tokens.flow(found, 20, "logprob", 0)
+    assert places == [0, 0, 1, 1]
+    assert ink.text_of(lines) == "a⏎\nb␛"
+    assert tokens.versions_of(found) == [3, 4]
+    assert [style for _, style in lines[1]] == ["text on ramp1", "text on ramp4"]

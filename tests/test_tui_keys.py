@@ -1,0 +1,250 @@
+"""Every key of the dashboard is pressed, against the real API of a server in this process, and does what it says."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from forge_tui import dialogs
+from forge_tui.app import VIEWS, ForgeApp, own_bindings
+from forge_tui.grid import Grid
+from forge_tui.trouble import TroubleScreen
+from forge_tui.views.rollout import RolloutScreen
+from forge_tui.views.rollouts import RolloutsView
+from textual.widgets import Input
+from tui_world import FEATURED, RUN, dashboard, press, rollout_id, settled, shown, world
+
+from forge_server.store import tables as t
+
+
+class Keys:
+    """What was pressed where, as the classes spell it."""
+
+    def __init__(self, app: ForgeApp, pilot: object) -> None:
+        self.app, self.pilot = app, pilot
+        self.pressed: set[str] = set()
+
+    async def __call__(self, *keys: str) -> str:
+        self.pressed |= set(keys)
+        await press(self.app, self.pilot, *keys)  # type: ignore[arg-type]
+        return shown(self.app)
+
+
+def keys_of(holder: type) -> set[str]:
+    return {key for binding in own_bindings(holder) for key in binding.key.split(",")}
+
+
+@pytest.fixture
+def size() -> Iterator[tuple[int, int]]:
+    yield (120, 40)
+
+
+async def test_every_key_of_the_main_window(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
+) -> None:
+    async with (
+        world(tmp_path, monkeypatch) as api,
+        dashboard(api) as app,
+        app.run_test(size=size, notifications=True) as pilot,
+    ):
+        await settled(app, pilot)
+        keys = Keys(app, pilot)
+
+        # rollouts: filter, sort, group, search, move
+        screen = await keys("2")
+        assert "43 rollouts" in screen and "▌00000042" in screen
+        assert "▌00000041" in await keys("down")
+        assert "▌00000040" in await keys("j")
+        assert "▌00000041" in await keys("up")
+        assert "▌00000042" in await keys("k")
+        assert "▌00000000" in await keys("end")
+        await keys("pageup")
+        assert "▌00000042" in await keys("home")
+        assert "▌00000042" not in await keys("pagedown")
+        assert "state:active" in await keys("f")
+        assert "6 rollouts" in shown(app)
+        screen = await keys("escape", "o", "o", "o")
+        assert "3 rollouts  outcome:infra_failure" in screen
+        assert "policy failure" not in screen.replace("outcome", "")
+        assert "sorted by ended" in await keys("escape", "s")
+        assert "sorted by reward ▼" in await keys("s")
+        assert "reward ▲" in await keys("r")
+        assert "pass@k" in await keys("g")
+        assert "harness▲" in await keys("g")
+        assert "harness:claude-code" in await keys("enter")
+        await keys("escape", "m")
+        await keys("slash")
+        app.query_one("#rollouts Input", Input).value = "kind:startup_timeout find"
+        screen = await keys("enter")
+        assert "kind:startup_timeout text:find" in screen and "1 rollouts" in screen
+        await keys("slash", "escape", "escape")
+
+        # comparison
+        assert "3 harnesses" in await keys("4")
+        assert "▼" in await keys("s", "s")
+        assert "▲" in await keys("r")
+        assert "train rollouts" in await keys("o")
+        screen = await keys("5", "enter")
+        assert "task:find-secret" in screen
+
+        # training, cost, events
+        assert "Versions" in await keys("3", "v")
+        assert "Where each step" in await keys("t")
+        assert "Entropy" in await keys("c")
+        assert "Wall-clock" in await keys("6")
+        assert "showing all" in await keys("7")
+        assert "showing runs and policies" in await keys("f")
+        assert "halted" in await keys("f", "f", "space")
+        await keys("space", "m", "slash")
+        app.query_one("#events Input", Input).value = "startup_timeout"
+        await keys("enter")
+        assert "attempt queued" not in shown(app)
+        assert "startup_timeout" in shown(app)
+        await keys("enter")
+        assert isinstance(app.screen, RolloutScreen)
+        await keys("escape", "escape")
+
+        # everywhere
+        await keys("1", "d")
+        assert app.theme == "forge-light"
+        await keys("d", "ctrl+r", "question_mark")
+        assert isinstance(app.screen, dialogs.Help)
+        await keys("escape", "u")
+        assert isinstance(app.screen, dialogs.Pick)
+        await keys("down", "enter")
+        assert "baseline" in shown(app)
+        await keys("u", "enter")
+        assert app.model.run == RUN
+
+        expected = keys_of(ForgeApp) | keys_of(Grid)
+        for view in VIEWS.values():
+            expected |= keys_of(view)
+        left_for_others = {"p", "i", "x", "q"}  # steering and quitting
+        assert expected - keys.pressed == left_for_others
+
+
+async def test_every_key_of_a_rollout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
+) -> None:
+    async with (
+        world(tmp_path, monkeypatch) as api,
+        dashboard(api) as app,
+        app.run_test(size=size, notifications=True) as pilot,
+    ):
+        await settled(app, pilot)
+        keys = Keys(app, pilot)
+        await keys("2")
+        app.query_one("#rollouts-grid", Grid).go(42 - FEATURED)
+        screen = await keys("enter")
+        assert rollout_id(FEATURED) in screen and "Not yet: its group is in no batch." in screen
+        assert "4 more lines" in await keys("2")
+        assert "notes-13.txt" in await keys("e")
+        await keys("a", "a")
+        assert "grep the notes" in shown(app) and "ls -la" not in shown(app)
+        await keys("a")
+        assert "searcher" in await keys("3")
+        await keys("down", "enter")
+        assert "─ 1 ◆ main" in shown(app).splitlines()[2]
+        assert "segment 1 of 2  by mask" in await keys("4")
+        assert "segment 2 of 2" in await keys("n")
+        assert "segment 1 of 2" in await keys("b")
+        assert "token 2/25" in await keys("right")
+        assert "token 1/25" in await keys("left")
+        assert "by logprob" in await keys("m")
+        assert "by version: context v11" in await keys("m")
+        assert "v10 v11" in await keys("n")
+        assert "v10–v11" in await keys("5")
+        await keys("down", "enter")
+        assert "segment 2 of 2" in shown(app)
+        assert "verifier: ok, 1.0" in await keys("6")
+        assert "\x1b" not in shown(app)
+        assert "◆ searcher" in await keys("1")
+        await keys("tab", "right_square_bracket", "shift+tab", "left_square_bracket")
+        await keys("backspace")
+        assert not isinstance(app.screen, RolloutScreen)
+        await keys("enter", "escape")
+        assert not isinstance(app.screen, RolloutScreen)
+        assert keys_of(RolloutScreen) - keys.pressed == {"c", "t"}
+
+
+async def test_steering_asks_first_and_shows_what_came_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
+) -> None:
+    async with world(tmp_path, monkeypatch) as api, dashboard(api) as app:
+
+        async def of_run(column: str) -> object:
+            return await api.server.store.read(
+                lambda c: c.execute(sa.select(t.runs.c[column]).where(t.runs.c.id == RUN)).scalar_one()
+            )
+
+        async with app.run_test(size=size, notifications=True) as pilot:
+            await settled(app, pilot)
+            keys = Keys(app, pilot)
+            for no in ("n", "escape", "enter"):  # enter is on No
+                assert "Pause run demo?" in await keys("p")
+                await keys(no)
+                assert await of_run("state") == "active"
+            screen = await keys("p", "y")
+            assert await of_run("state") == "paused"
+            assert "demo is paused" in screen
+            app._overview_at = float("-inf")
+            await settled(app, pilot)
+            assert "paused by a person" in shown(app)
+            assert "Resume run demo?" in await keys("p")
+            await keys("y")
+            assert await of_run("state") == "active"
+
+            await keys("i")
+            app.screen.query_one(Input).value = "21"
+            assert "Keep 21 attempts in flight instead of 8?" in await keys("enter")
+            await keys("y")
+            assert api.server.scheduler.in_flight == 21
+
+            # one that goes on is cancelled, one that has ended cannot be
+            await keys("2", "c", "y")
+            found = await app.ask(lambda: app.client.rollout(rollout_id(42)))
+            assert found.rollout.outcome == "cancelled"
+            await keys("down", "t", "y")
+            found = await app.ask(lambda: app.client.rollout(rollout_id(41)))
+            assert found.rollout.state == "pending"
+            app.open_rollout(rollout_id(FEATURED))
+            await settled(app, pilot)
+            assert "refused" in await keys("t", "y")
+            await keys("escape")
+
+            assert "It cannot be resumed" in await keys("x")
+            await keys("y")
+            assert await of_run("state") == "cancelled"
+            app._overview_at = float("-inf")
+            await settled(app, pilot)
+            assert "no run that goes on" in await keys("p")
+            await keys("q")
+        assert not app.is_running
+        assert keys_of(dialogs.Confirm) <= keys.pressed
+
+
+async def test_the_palette_and_the_mouse_reach_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
+) -> None:
+    async with (
+        world(tmp_path, monkeypatch) as api,
+        dashboard(api) as app,
+        app.run_test(size=size, notifications=True) as pilot,
+    ):
+        await settled(app, pilot)
+        for command in list(app.get_system_commands(app.screen)):
+            if command.title.startswith("Go to "):
+                command.callback()
+                await settled(app, pilot)
+                assert command.title.removeprefix("Go to ") == app.view.TITLE
+        await pilot.click("#tabs", offset=(15, 0))
+        await settled(app, pilot)
+        assert isinstance(app.view, RolloutsView)
+        await pilot.click("#rollouts-grid", offset=(10, 3))
+        await pilot.click("#rollouts-grid", offset=(10, 3))
+        await settled(app, pilot)
+        assert isinstance(app.screen, RolloutScreen) and app.screen.rollout_id == rollout_id(40)
+        await pilot.click("#rollout-head", offset=(18, 1))
+        await settled(app, pilot)
+        assert app.screen.part == "conversation"
+        assert not isinstance(app.screen, TroubleScreen)
