@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 from litestar import Litestar, Router
+from litestar.config.compression import CompressionConfig
 from litestar.openapi.config import OpenAPIConfig
-from litestar.openapi.plugins import JsonRenderPlugin
 
 from forge_server import __version__, environments
 from forge_server.api import idempotent, problem
@@ -31,6 +31,7 @@ from forge_server.api.idempotent import Idempotency
 from forge_server.api.inspect import inspect_routes
 from forge_server.api.listeners import bind_tcp, bind_unix, serving
 from forge_server.api.metrics import metrics_routes
+from forge_server.api.openapi import Described
 from forge_server.api.overview import overview_routes
 from forge_server.api.pod import pod_routes
 from forge_server.api.rollouts import rollout_routes
@@ -582,7 +583,13 @@ class Server:
                 title="forge-server",
                 version=__version__,
                 path="/schema",
-                render_plugins=[JsonRenderPlugin(path="/openapi.json")],
+                render_plugins=[Described(path="/openapi.json")],
+            ),
+            compression_config=CompressionConfig(
+                "gzip",
+                minimum_size=2048,
+                gzip_compress_level=1,  # half of the bytes go at a tenth of the price
+                exclude=["/events$", "/trainer/"],  # a stream is not kept back, batches do not shrink
             ),
             logging_config=None,
             exception_handlers=problem.HANDLERS,

@@ -19,7 +19,11 @@ ADMIN = [
     ("POST", "/api/v1/runs"),
     ("GET", "/api/v1/runs/x"),
     ("PATCH", "/api/v1/runs/x"),
+    ("GET", "/metrics"),
     ("GET", "/api/v1/runs/x/metrics"),
+    ("GET", "/api/v1/runs/x/cost"),
+    ("GET", "/api/v1/runs/x/compare"),
+    ("GET", "/api/v1/overview"),
     ("GET", "/api/v1/tasks"),
     ("POST", "/api/v1/tasks"),
     ("GET", "/api/v1/rollouts"),
@@ -28,9 +32,13 @@ ADMIN = [
     ("GET", "/api/v1/rollouts/x/calls"),
     ("GET", "/api/v1/rollouts/x/samples"),
     ("GET", "/api/v1/rollouts/x/logs"),
+    ("GET", "/api/v1/rollouts/x/turns"),
+    ("GET", "/api/v1/rollouts/x/segments"),
+    ("GET", "/api/v1/rollouts/x/segments/0/tokens"),
     ("POST", "/api/v1/rollouts/x/cancel"),
     ("POST", "/api/v1/rollouts/x/retry"),
     ("GET", "/api/v1/events"),
+    ("GET", "/api/v1/events/history"),
     ("GET", "/api/v1/policies"),
     ("POST", "/api/v1/policies/0/activate"),
 ]
@@ -79,7 +87,7 @@ async def test_every_route_of_the_admin_key_is_in_the_list_above(api: Rig) -> No
         for method in methods
         if not path.startswith(inner)
     }
-    named = {("run", "x"), ("rollout_id", "x"), ("version", "0")}
+    named = {("run", "x"), ("rollout_id", "x"), ("version", "0"), ("index", "0")}
     for name, value in named:
         routes = {(method, path.replace(f"{{{name}}}", value)) for method, path in routes}
     assert routes == set(ADMIN)

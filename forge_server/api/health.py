@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from litestar import Response, get
+from litestar.openapi import ResponseSpec
 
 from forge_server.client.schemas import Check, Readiness
 
@@ -17,7 +18,11 @@ def health_routes(probes: Sequence[Probe]) -> list[Any]:
     async def healthz() -> dict[str, str]:
         return {"status": "ok"}
 
-    @get("/readyz", summary="Readiness, one check per line")
+    @get(
+        "/readyz",
+        summary="Readiness, one check per line",
+        responses={503: ResponseSpec(Readiness, generate_examples=False, description="Something is missing")},
+    )
     async def readyz() -> Response[Readiness]:
         checks = [await probe() for probe in probes]
         ready = all(check.ok for check in checks)

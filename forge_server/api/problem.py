@@ -13,6 +13,7 @@ from forge_server.domain.errors import ForgeError
 
 log = structlog.get_logger(__name__)
 
+MEDIA_TYPE = "application/problem+json"
 _Request = Request[Any, Any, Any]
 _SLUGS = {401: "unauthorized", 404: "not-found", 405: "method-not-allowed", 413: "too-large"}
 
@@ -24,7 +25,7 @@ def problem(
     return Response(
         msgspec.json.encode(body),
         status_code=status,
-        media_type="application/problem+json",
+        media_type=MEDIA_TYPE,
         headers=headers or {},
     )
 
