@@ -474,6 +474,22 @@ def drift(run_name: str, config: str | None, as_json: bool) -> None:
     data.drift(run_name, config, as_json)
 
 
+@cli.command("eval")
+@click.argument("run_name", metavar="RUN")
+@click.option("--k", type=click.IntRange(1, 1000), help="Of pass@k and pass^k (default: the run's n).")
+@click.option("--mode", type=click.Choice(["train", "eval", "record"]), help="Only rollouts of this mode.")
+@click.option("--by", type=click.Choice(["harness", "task"]), default="harness", show_default=True)
+@_url
+@_json
+def evaluate(
+    run_name: str, k: int | None, mode: str | None, by: str, url: str | None, key: str | None, as_json: bool
+) -> None:
+    """How often a run's rollouts pass: reward, pass@k (one of k passes), pass^k (all do)."""
+    from forge_server.commands import evaluate as command
+
+    command.evaluate(run_name, k, mode, by, url, key, as_json)
+
+
 @cli.command()
 @click.argument("run_name", metavar="RUN")
 @click.option("--html", metavar="FILE", type=click.Path(), help="Write it as one HTML page.")

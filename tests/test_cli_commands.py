@@ -351,6 +351,8 @@ LOOKS = [
     ["rollout", "calls", "ROLLOUT", "--json"],
     ["rollout", "logs", "ROLLOUT"],
     ["policy", "list", "--json"],
+    ["eval", "mine", "--k", "2", "--json"],
+    ["eval", "mine", "--by", "task", "--mode", "record", "--json"],
 ]
 
 

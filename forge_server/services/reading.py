@@ -2,12 +2,13 @@
 ``client.http.ForgeClient``, with the same answers."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import sqlalchemy as sa
 
 from forge_server.api import cost, views
+from forge_server.api.compare import compared
 from forge_server.api.paging import decode_cursor
 from forge_server.client import schemas as s
 from forge_server.client.cost import Cost
@@ -36,6 +37,11 @@ class StoreReader:
 
     def cost(self, run: str) -> Cost:
         return self._store.read_now(lambda c: cost.read(c, run, self._prices))
+
+    def compare(
+        self, run: str, by: Literal["task", "harness"], mode: str | None = None, k: int | None = None
+    ) -> list[s.Comparison]:
+        return self._store.read_now(lambda c: compared(c, run, by, mode, k))
 
     def tasks(self, taskset: str | None = None, limit: int | None = None) -> Iterator[s.TaskView]:
         return self._pages(views.tasks, s.TaskView, limit, taskset)
