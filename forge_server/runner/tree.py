@@ -2,17 +2,19 @@
 
 It is Debian's own Python, and its bash for verifiers and harnesses that count on one, with the libraries and the loader
 that they need; every program is told to load them from the tree and nowhere else, so that neither the image's libc
-(musl, or none) nor its Python matters. Made once, when an image is built; needs ``patchelf`` and the system's
-``python3``.
+(musl, or none) nor its Python matters. Made once, when an image is built; needs ``patchelf``, ``ldconfig`` and the
+system's ``python3``.
 
     python -m forge_server.runner.tree FOLDER [ENVIRONMENT]
 
-FOLDER will be seen as ``/forge``. ENVIRONMENT, a harness's as ``forge-server env create`` makes it, is copied to
-``/forge/env`` and made to work there: its programs (``node``) are told where their loader is, its scripts where their
-interpreter is, and a virtual environment whose it is.
+FOLDER is called ``forge`` and will be seen as ``/forge``. ENVIRONMENT, a harness's as ``forge-server env create`` makes
+it, is copied to ``/forge/env`` and made to work there: its programs (``node``) are told where their loader is, its
+scripts where their interpreter is, and a virtual environment whose it is.
+
+A program is told in place, byte for byte, since some (those that Bun packs) do not survive any other change. It cannot
+be told so where its libraries are; so the loader looks them up in an index of the tree's own instead of the image's.
 """
 
-import contextlib
 import os
 import re
 import shutil
@@ -26,6 +28,9 @@ from forge_server.runner.pack import pack
 PLACE = "/forge"
 SYSTEM_PYTHON = Path("/usr/bin/python3")
 BASH = Path("/bin/bash")
+LOADER = "/forge/ld.so"
+"""A short name of the loader, which fits wherever another was."""
+_INDEX, _OWN_INDEX = b"/etc/ld.so.cache\0", b"/forge/lib/cache\0"  # of equal length
 _LEFT_OUT = (
     "test",
     "tests",
@@ -53,15 +58,15 @@ def make(into: Path, environment: Path | None = None) -> None:
     shutil.copy2(python, into / "bin" / "python3")
     _copy_library(Path("/usr/lib") / version, into / "lib" / version)
     shutil.copy2(BASH, into / "bin" / "bash")
-    own = [
-        into / "bin" / "python3",
-        into / "bin" / "bash",
-        *(into / "lib" / version / "lib-dynload").glob("*.so"),
-    ]
-    for file in own:
-        _settle(file, into / "lib", within=into)
+    programs = [into / "bin" / "python3", into / "bin" / "bash"]
+    for file in (*programs, *(into / "lib" / version / "lib-dynload").glob("*.so")):
+        _bring_libraries(file, into / "lib", within=into)
+    for program in programs:
+        # these start in whatever environment the image has, which may name other libraries first
+        _patch("--set-interpreter", LOADER, "--force-rpath", "--set-rpath", f"{PLACE}/lib", program)
     if environment is not None:
         _bring_environment(environment.absolute(), into, version)
+    _index_libraries(into)
     pack(into)
 
 
@@ -72,7 +77,8 @@ def _bring_environment(source: Path, into: Path, version: str) -> None:
         _bring_venv(source, into, version)
     for file in _files(env):
         if _is_program(file):
-            _settle(file, into / "lib", within=env)
+            _bring_libraries(file, into / "lib", within=env)
+            _name_loader(file)
         elif os.access(file, os.X_OK):
             _mend_script(file, source, env)
     for link in [path for path in env.rglob("*") if path.is_symlink()]:
@@ -127,43 +133,47 @@ def _is_program(file: Path) -> bool:
     return found[:6] == wanted[:6] and found[18:20] == wanted[18:20]
 
 
-def _settle(file: Path, lib: Path, *, within: Path) -> None:
-    """Copy into ``lib`` what a program or library loads from outside ``within``, and tell a program to look there.
-
-    A library finds it by the program that loads it, unless it has a path of its own.
-    """
+def _bring_libraries(file: Path, lib: Path, *, within: Path) -> None:
+    """Copy into ``lib`` what a program or library loads from outside ``within``."""
     # of static programs and those for musl it lists nothing
     listed = subprocess.run(["ldd", file], capture_output=True, text=True).stdout
-    loader, needs = "", False
     for found in _LIBRARY.finditer(listed):
         path = Path(found["path"] or found["loader"])
-        if path.is_relative_to(within):
-            continue
-        needs = True
-        if found["loader"]:
-            loader = path.name
-        if not (lib / path.name).exists():
+        if not path.is_relative_to(within) and not (lib / path.name).exists():
             shutil.copy2(path.resolve(), lib / path.name)
-    interpreter = _asked(file, "--print-interpreter")
-    if loader and "ld-linux" in interpreter:
-        path_there = f"{PLACE}/lib/{loader}"
-        _patch(file, "--set-interpreter", path_there, "--force-rpath", "--set-rpath", f"{PLACE}/lib")
-    elif needs and not interpreter and _asked(file, "--print-rpath"):
-        _patch(file, "--add-rpath", f"{PLACE}/lib")
 
 
-def _asked(file: Path, question: str) -> str:
-    answer = subprocess.run(["patchelf", question, file], capture_output=True, text=True)
-    return answer.stdout.strip() if answer.returncode == 0 else ""
+def _name_loader(file: Path) -> None:
+    """Have a program of glibc's name our loader."""
+    asked = subprocess.run(["patchelf", "--print-interpreter", file], capture_output=True, text=True)
+    loader = asked.stdout.strip()
+    if asked.returncode != 0 or "ld-linux" not in loader:
+        return
+    stat = file.stat()
+    file.chmod(stat.st_mode | 0o200)
+    with file.open("r+b") as opened:
+        old = loader.encode() + b"\0"
+        opened.seek(opened.read(1 << 20).index(old))
+        opened.write(LOADER.encode().ljust(len(old), b"\0"))
+    file.chmod(stat.st_mode)
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
 
-def _patch(file: Path, *words: str) -> None:
-    with contextlib.ExitStack() as stack:
-        if not os.access(file, os.W_OK):
-            mode = file.stat().st_mode
-            file.chmod(mode | 0o200)
-            stack.callback(file.chmod, mode)
-        subprocess.run(["patchelf", *words, str(file)], check=True)
+def _index_libraries(into: Path) -> None:
+    (loader,) = (into / "lib").glob("ld-linux*")
+    (into / "ld.so").symlink_to(f"lib/{loader.name}")
+    data = loader.read_bytes()
+    assert data.count(_INDEX) == 1, loader
+    loader.write_bytes(data.replace(_INDEX, _OWN_INDEX))
+    places = into / "lib" / "places"
+    places.write_text(f"{PLACE}/lib\n")
+    options = ["-X", "-r", str(into.parent), "-f", f"{PLACE}/lib/places", "-C", f"{PLACE}/lib/cache"]
+    subprocess.run(["/sbin/ldconfig", *options], check=True)
+    places.unlink()
+
+
+def _patch(*words: object) -> None:
+    subprocess.run(["patchelf", *map(str, words)], check=True)
 
 
 def _mend_script(file: Path, source: Path, env: Path) -> None:
