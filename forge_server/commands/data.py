@@ -16,6 +16,7 @@ from forge_server.export.mappings import MAPPINGS
 from forge_server.export.media import FOLDER as MEDIA
 from forge_server.export.peers import export_peer
 from forge_server.export.records import Run, find_run
+from forge_server.export.tensorboard import export_figures
 from forge_server.export.whole import ExportError
 from forge_server.export.write import Format, export_run
 from forge_server.store.database import Store
@@ -38,13 +39,19 @@ def _run(name: str, config: str | None) -> Iterator[tuple[Store, Run]]:
 
 
 def export(run: str, kind: str, path: str | None, min_reward: float | None, config: str | None) -> None:
-    if kind in MAPPINGS and min_reward is not None:
+    if (kind in MAPPINGS or kind == "tensorboard") and min_reward is not None:
         raise ExportError(
-            "rollouts below a reward are part of their group's baseline",
+            "rollouts below a reward are part of their group's baseline and of a run's figures",
             where="--min-reward",
             mend=f"leave it out; it goes with {', '.join(get_args(Format))}",
         )
     with _run(run, config) as (store, found):
+        if kind == "tensorboard":
+            file, count = store.read_now(
+                lambda c: export_figures(c, found.id, Path(path or f"{run}.tensorboard"))
+            )
+            out.console.print(f"{file}: {count} figures")
+            return
         if kind in MAPPINGS:
             report = export_peer(store, found, kind, Path(path or f"{run}.{kind}.jsonl"))
         else:
