@@ -35,7 +35,8 @@ prove-2: $(VENV)/.installed ## every installed harness in record and in splice m
 	$(BIN)/python -m tests.prove.harness_faults
 	$(BIN)/python -m tests.prove.fuzz
 
-prove-3: $(VENV)/.installed ## 200 real pods, and the demo on a real Kubernetes cluster (an hour)
+prove-3: $(VENV)/.installed ## the table of faults, 200 real pods, and the demo on a real Kubernetes cluster (an hour)
+	$(BIN)/python -m tests.prove.kubernetes_faults
 	$(BIN)/python -m tests.prove.kubernetes_pods
 	$(BIN)/python -m tests.prove.cluster
 

@@ -98,13 +98,16 @@ async def kube_rig(
     image: str = BUSYBOX,
     values: dict[str, Any] | None = None,
     templates: Path | None = None,
+    within: str = "",
+    kubeconfig: Path | None = None,
+    keep_failed_s: float = 0.0,
     **options: Any,
 ) -> AsyncIterator[KubeRig]:
-    """A rig whose attempts are pods of ``cluster``."""
-    with namespace(cluster) as name:
+    """A rig whose attempts are pods of ``cluster``, in the namespace ``within`` or in one of its own."""
+    with contextlib.nullcontext(within) if within else namespace(cluster) as name:
 
         async def backend(instance: str, url: str) -> KubernetesBackend:
-            pods = await Pods.connect(str(cluster.user), "", name)
+            pods = await Pods.connect(str(kubeconfig or cluster.user), "", name)
             made = KubernetesOptions(
                 instance=instance,
                 url=url,
@@ -112,6 +115,7 @@ async def kube_rig(
                 runner_image=RUNNER,
                 values={**VALUES, **(values or {})},
                 limits=limits or Limits(),
+                keep_failed_s=keep_failed_s,
             )
             return KubernetesBackend(pods, Templates(assets.folder("k8s_templates"), templates), made)
 

@@ -155,7 +155,10 @@ class Rig:
         return "".join(zstandard.decompress(tail).decode() for tail in tails)
 
     async def record(self, attempt_id: str) -> None:
-        now, seq = time.time(), self._seq.get(attempt_id, 0)
+        if attempt_id not in self._seq:  # an earlier life may have recorded some
+            query = sa.select(sa.func.count()).where(t.calls.c.attempt_id == attempt_id)
+            self._seq[attempt_id] = await self.store.read(lambda c: c.execute(query).scalar_one())
+        now, seq = time.time(), self._seq[attempt_id]
         self._seq[attempt_id] = seq + 1
         row = {
             "id": self._ids.next(),
@@ -181,17 +184,19 @@ async def rig(
     through: Callable[[Rig, Plans], Any] | None = None,
     elsewhere: Callable[[str, str], Awaitable[Any]] | None = None,
     address: str = "",
+    port: int = 0,
+    clock: Callable[[], float] = time.time,
     **options: Any,
 ) -> AsyncIterator[Rig]:
     """The server for the length of the block; what is left running at its end fails the test.
 
     ``through`` makes another pod-facing application than the scripted model's; ``elsewhere`` another backend, from
-    the instance and the URL of the listener, which is then at a port of ``address``.
+    the instance and the URL of the listener, which is then at ``port`` of ``address``.
     """
     it = Rig()
     it.store = Store.open(f"sqlite:///{folder / 'forge.db'}", create=True)
     try:
-        it.lifecycle = Lifecycle(it.store)
+        it.lifecycle = Lifecycle(it.store, clock=clock)
         it.lifecycle.subscribe(it.heard)
         me = await instance.load(it.store)
         it.secret = me.secret
@@ -205,7 +210,7 @@ async def rig(
         )
         plans = Plans(it.store, all_specs, tasks or Tasks(), limits)
         path = folder / "pod.sock"
-        sock = bind_tcp(address, 0, "the test") if elsewhere else bind_unix(path)
+        sock = bind_tcp(address, port, "the test") if elsewhere else bind_unix(path)
         if elsewhere is not None:
             it.backend = await elsewhere(me.id, f"http://{address}:{sock.getsockname()[1]}")
         else:
@@ -222,6 +227,7 @@ async def rig(
             plans,
             me.secret,
             Options(**{"in_flight": 4, "heartbeat_s": 0.0, **options}),
+            clock=clock,
         )
         app = through and through(it, plans)
         app = app or Litestar(

@@ -6,6 +6,7 @@ and mount. A pair of virtual interfaces joins the cluster to this machine: pods 
 listen on loopback alone are out of the pods' reach.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -73,7 +74,7 @@ class Cluster:
             self._wait("containerd", lambda: all((self.state / f"{n}.sock").exists() for n in self.nodes), 60)
             for image in images:
                 self.load(image)
-            self._wait("the nodes", self._schedulable, limit_s)
+            self.until_ready(limit_s)
         self._wait("accounts", lambda: self.get("/api/v1/namespaces/default/serviceaccounts/default"), 60)
 
     def down(self) -> None:
@@ -85,6 +86,10 @@ class Cluster:
         for controller in (*_CONTROLLERS, "unified"):
             _remove_cgroup(_CGROUPS / controller / self._cgroup)
         shutil.rmtree(self.state, ignore_errors=True)
+
+    def until_ready(self, limit_s: float = 180.0) -> None:
+        """Wait until every node takes pods."""
+        self._wait("the nodes", self._schedulable, limit_s)
 
     def load(self, image: Path, nodes: Sequence[str] = ()) -> None:
         """Bring an image archive to some nodes, or to every one."""
@@ -119,6 +124,13 @@ class Cluster:
         """SIGSTOP makes a component half-dead: its connections stay open and silent."""
         pid = json.loads((self.state / "pids.json").read_text())[component]
         self.inside("kill", f"-{int(number)}", str(pid))
+
+    def kill_containers(self, node: str) -> None:
+        """SIGKILL everything that runs in the node's pods."""
+        for file in (_CGROUPS / "pids" / self._cgroup / node).rglob("cgroup.procs"):
+            for pid in file.read_text().split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
 
     def inside(self, *command: str) -> str:
         """Run a command in the cluster's namespaces: it is on the node."""

@@ -27,6 +27,9 @@ ANSWER_S = 30.0
 LOG_S = 5.0
 """Seconds that last words are waited for: the node that has them may be what is broken."""
 
+BREATH_S = 0.02
+"""Seconds between two looks at a watch: waking up for one change costs more than reading it."""
+
 PAGE = 500
 """Pods per page of a list."""
 
@@ -146,8 +149,8 @@ class Pods:
         self, selector: str, version: str, window_s: float, silence_s: float
     ) -> AsyncGenerator[list[Seen], None]:
         """Changes since ``version``, as they come in; first an empty list, when the watch is open. It just ends
-        when the server ends it (after ``window_s``) or is silent for ``silence_s``. Raises ApiError, with 410 when
-        ``version`` is too old."""
+        when the server ends it (after ``window_s``), is silent for ``silence_s``, or the connection breaks. Raises
+        ApiError, with 410 when ``version`` is too old."""
         with _attributed():
             async with asyncio.timeout(ANSWER_S):
                 response = await self._open(
@@ -164,17 +167,18 @@ class Pods:
         try:
             yield []
             while True:
+                try:
+                    async with asyncio.timeout(silence_s):
+                        data = await response.content.readany()
+                except (TimeoutError, aiohttp.ClientError, OSError):
+                    return
                 with _attributed():
-                    try:
-                        async with asyncio.timeout(silence_s):
-                            data = await response.content.readany()
-                    except TimeoutError:
-                        return
                     *lines, rest = (rest + data).split(b"\n")
                     seen = [_seen(line) for line in lines if line]
                 if not data:
                     return
                 yield seen
+                await _breathe(response)
         finally:
             response.close()
 
@@ -303,6 +307,15 @@ async def _load_again(kubeconfig: str, context: str, configuration: k8s.Configur
     with contextlib.suppress(*_READING):
         await _load(kubeconfig, context, fresh)
         configuration.api_key = fresh.api_key
+
+
+async def _breathe(response: aiohttp.ClientResponse) -> None:
+    """Let changes gather where they cost nothing, so that they are read together."""
+    connection = response.connection
+    if connection is not None and connection.protocol is not None:  # else the answer is complete
+        connection.protocol.pause_reading()
+        await asyncio.sleep(BREATH_S)
+        connection.protocol.resume_reading()
 
 
 def _must_exist(kubeconfig: str) -> None:
