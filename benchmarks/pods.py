@@ -83,7 +83,9 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 def figure(what: str, value: float, reach: float) -> bool:
     good = value <= reach
-    print(f"{what}: {value:.2f}; to reach: {reach:g}: {'reached' if good else 'missed'}", flush=True)
+    print(
+        f"{what}: {max(0.0, value):.2f}; to reach: {reach:g}: {'reached' if good else 'missed'}", flush=True
+    )
     return good
 
 
@@ -146,7 +148,9 @@ def stalls(found: dict[str, Any]) -> None:
         + ", ".join(f"{1000 * s:.0f}" for s in found["gaps"][:-6:-1])
         + "; own "
         + ", ".join(f"{1000 * s:.1f}" for s in found["own"][:-6:-1])
-        + f"; the longest garbage collection {1000 * found['collected']:.1f}"
+        + "; the longest garbage collection {:.1f}, of generation {}, {} objects".format(
+            1000 * found["collected"][0], *found["collected"][1:]
+        )
     )
 
 

@@ -88,16 +88,17 @@ class Stretch:
         self.slots: list[float] = []
         self.gaps: list[float] = []
         self.own: list[float] = []
-        self.collected = 0.0
+        self.collected = (0.0, 0, 0)
         self.ended: Counter[str] = Counter()
         self._events, self._cpu, self._began = events, time.process_time(), time.monotonic()
 
-    def collecting(self, phase: str, _: Any) -> None:
-        """How long the garbage collector took at most."""
+    def collecting(self, phase: str, what: dict[str, int]) -> None:
+        """How long the garbage collector took at most; generation and what it found then."""
         if phase == "start":
             self._collecting = time.thread_time()
         else:
-            self.collected = max(self.collected, time.thread_time() - self._collecting)
+            took = time.thread_time() - self._collecting
+            self.collected = max(self.collected, (took, what["generation"], what["collected"]))
 
     def freed(self) -> None:
         self._freed.append(time.monotonic())
@@ -151,7 +152,7 @@ class Bench:
         self.running: set[str] = set()
         self._full = asyncio.Event()
         self._ids, self._tasks = CallIds(), set()
-        self._played: Counter[str] = Counter()
+        self._over: Counter[str] = Counter()
 
     async def runs(self) -> None:
         """The runs and the groups that are ahead."""
@@ -202,8 +203,10 @@ class Bench:
             self.stretch.freed()
             self.stretch.ended[f"{row.data['outcome']}/{row.data['kind']}"] += 1
             self.running.discard(row.attempt_id or "")
-        elif row.kind == "group_complete" and row.run_id is not None:
-            self.spawn(self.group(row.run_id))
+        elif row.kind == "rollout_ended" and row.run_id is not None:
+            self._over[row.run_id] += 1  # groups hardly ever end whole here: they are followed by as many
+            if self._over[row.run_id] % SIZE == 0:
+                self.spawn(self.group(row.run_id))
 
     # --- runners ----------------------------------------------------------------------------------------
 

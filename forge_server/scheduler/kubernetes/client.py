@@ -27,7 +27,7 @@ ANSWER_S = 30.0
 LOG_S = 5.0
 """Seconds that last words are waited for: the node that has them may be what is broken."""
 
-BREATH_S = 0.02
+BREATH_S = 0.05
 """Seconds between two looks at a watch: waking up for one change costs more than reading it."""
 
 PAGE = 500
