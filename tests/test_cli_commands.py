@@ -388,6 +388,7 @@ async def test_acts_beside_a_server(forge: Forge, tmp_path: Path, recorded: str)
         return await asyncio.to_thread(forge, *words)
 
     assert "paused" in (await run("run", "pause", "mine")).fine()
+    assert (await run("run", "set", "mine", "--in-flight", "3")).fine().startswith("3 attempts in flight")
     assert "active" in (await run("run", "resume", "mine")).fine()
     assert "cancelled" in (await run("rollout", "cancel", recorded)).fine()
     (await run("rollout", "retry", recorded)).failed(1, "refused")
