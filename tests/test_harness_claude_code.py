@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import yaml
 from harness_lab import Asked, Call, Fault, Lab, Say
-from node_harness import check_refused, check_solved, spec_of, task_of, watch, watched_lab
+from node_harness import check_refused, check_solved, spec_of, task_of, watched_lab
 
 pytestmark = pytest.mark.sandbox
 SPEC, BARE = spec_of("claude-code"), spec_of("claude-code-bare")
@@ -28,7 +28,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     folder = tmp_path_factory.mktemp("claude")
     moving = folder / "specs" / MOVING.name
     moving.mkdir(parents=True)
-    (moving / "spec.yaml").write_text(yaml.safe_dump(msgspec.to_builtins(watch(MOVING)), sort_keys=False))
+    (moving / "spec.yaml").write_text(yaml.safe_dump(msgspec.to_builtins(MOVING), sort_keys=False))
     with watched_lab(folder, SPEC, window=WINDOW) as made:
         yield made
 
