@@ -45,6 +45,7 @@ BENCHMARKS = {
         programs=("etcd", "openssl", "ip"),
     ),
     "idle": Benchmark("idle.py", quick=("--seconds", "5")),
+    "tui": Benchmark("tui.py", quick=("--seconds", "5", "--rounds", "1")),
 }
 
 _FIGURE = re.compile(r"^(?P<what>.+): (?P<value>[\d.,]+); to reach: (?P<limit>[\d.,]+): (?P<verdict>.+)$")

@@ -127,6 +127,9 @@ def _place(cursor: str, sort: str) -> tuple[Any, str]:
     return value, last
 
 
+_ROLLOUT = [name for name in s.RolloutView.__struct_fields__ if name in t.rollouts.c]
+
+
 def rollout_views(connection: Connection, rows: Sequence[Any]) -> list[s.RolloutView]:
     """Rows of ``rollouts`` with their task's name, and what their newest attempts came to."""
     if not rows:
@@ -147,13 +150,17 @@ def rollout_views(connection: Connection, rows: Sequence[Any]) -> list[s.Rollout
     tasks = connection.execute(sa.select(t.tasks.c.id, t.tasks.c.name).where(t.tasks.c.id.in_(wanted)))
     task_names = {row.id: row.name for row in tasks}
     views = []
-    joined = ("task", "phase", "calls", "tokens", "not_trained")
-    names = [name for name in s.RolloutView.__struct_fields__ if name not in joined]
     for row in rows:
-        view = s.RolloutView(**{name: getattr(row, name) for name in names}, task=task_names.get(row.task_id))
-        if (last := newest.get(row.id)) is not None:
-            view.phase, view.not_trained = last.state, last.not_trained
-            view.calls, view.tokens = made.get(last.id, (0, 0))
+        last = newest.get(row.id)
+        calls, tokens = made.get(last.id, (0, 0)) if last is not None else (0, 0)
+        view = s.RolloutView(
+            **{name: row._mapping[name] for name in _ROLLOUT},
+            task=task_names.get(row.task_id),
+            phase=last.state if last is not None else None,
+            calls=calls,
+            tokens=tokens,
+            not_trained=last.not_trained if last is not None else "",
+        )
         views.append(view)
     return views
 
@@ -188,14 +195,17 @@ def calls(connection: Connection, rollout_id: str, bodies: Bodies | None) -> lis
     return out
 
 
-def run_view(connection: Connection, row: Any) -> s.RunView:
+def counts_of(connection: Connection, run_id: str) -> list[tuple[str, str | None, str | None, int]]:
+    """How many rollouts of the run there are by state, outcome and kind."""
+    r = t.rollouts.c
+    query = sa.select(r.state, r.outcome, r.kind, sa.func.count()).where(r.run_id == run_id)
+    return [(*row,) for row in connection.execute(query.group_by(r.state, r.outcome, r.kind))]
+
+
+def run_view(connection: Connection, row: Any, by_kind: Sequence[tuple[Any, ...]] | None = None) -> s.RunView:
+    """``by_kind``: its ``counts_of``, where the caller has them."""
     counts: dict[str, int] = {}
-    query = (
-        sa.select(t.rollouts.c.state, t.rollouts.c.outcome, sa.func.count())
-        .where(t.rollouts.c.run_id == row.id)
-        .group_by(t.rollouts.c.state, t.rollouts.c.outcome)
-    )
-    for state, outcome, count in connection.execute(query):
+    for state, outcome, _, count in counts_of(connection, row.id) if by_kind is None else by_kind:
         key = outcome if state == "ended" and outcome else state
         counts[key] = counts.get(key, 0) + count
     return s.RunView(

@@ -129,6 +129,7 @@ rollouts = sa.Table(
     sa.Column("created_at", sa.Double, nullable=False),
     sa.Column("ended_at", sa.Double),
     sa.Index("ix_rollouts_run_id_state", "run_id", "state"),
+    sa.Index("ix_rollouts_run_id_id", "run_id", "id"),
 )
 
 attempts = sa.Table(

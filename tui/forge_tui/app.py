@@ -9,6 +9,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
+from functools import partial
 from itertools import zip_longest
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -401,7 +402,7 @@ class ForgeApp(App[None]):
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
         for name, view in VIEWS.items():
-            yield SystemCommand(f"Go to {view.TITLE}", "", lambda name=name: self.go(name))  # type: ignore[misc]
+            yield SystemCommand(f"Go to {view.TITLE}", "", partial(self.go, name))
         yield SystemCommand("Pause or resume the run", "", self.action_pause)
         yield SystemCommand("Set the number in flight", "N of the whole server", self.action_in_flight)
         yield SystemCommand("End the run", "and everything in it", self.action_cancel_run)
@@ -417,7 +418,8 @@ class ForgeApp(App[None]):
     # --- steering: ask, do, show what came of it
 
     async def _sure(self, title: str, detail: str) -> bool:
-        return bool(await self.push_screen_wait(Confirm(title, detail)))
+        yes: bool = await self.push_screen_wait(Confirm(title, detail))
+        return yes
 
     async def _do(self, what: str, act: Callable[[], T]) -> T | None:
         try:
@@ -467,7 +469,7 @@ class ForgeApp(App[None]):
         text = await self.push_screen_wait(
             Ask(
                 "Attempts in flight",
-                "N of the whole server, until it is started again.",
+                "N of the whole server, for its later starts too.",
                 str(now),
                 number=True,
             )

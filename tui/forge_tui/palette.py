@@ -87,5 +87,8 @@ def style(name: str, theme_name: str, chosen: bool = False) -> Style:
         ground = roles[words[at + 1]]
         del words[at : at + 2]
     role = next((word for word in words if word in roles), "text")
-    extra = {word: True for word in words if word in ("bold", "underline", "italic", "reverse", "dim")}
-    return Style(color=roles[role], bgcolor=ground, **extra)
+    found = Style(color=roles[role], bgcolor=ground)
+    for word in words:
+        if word in ("bold", "underline", "italic", "reverse", "dim"):
+            found += Style.parse(word)
+    return found

@@ -63,7 +63,10 @@ def curve(
     for index, cells in enumerate(canvas):
         text = top if index == 0 else bottom if index == height - 1 else ""
         out.append(
-            [(fit(text, label - 1, "right") + " ", "muted"), ("".join(chr(0x2800 + cell) for cell in cells), style)]
+            [
+                (fit(text, label - 1, "right") + " ", "muted"),
+                ("".join(chr(0x2800 + cell) for cell in cells), style),
+            ]
         )
     return out
 

@@ -30,7 +30,8 @@ class CompareView(View):
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
         self._found: list[Comparison] = []
-        self.sort, self.ascending, self.mode = "name", True, None
+        self.sort, self.ascending = "name", True
+        self.mode: str | None = None
 
     def compose(self) -> ComposeResult:
         yield Sheet(id=f"{self.BY}-head", classes="head")

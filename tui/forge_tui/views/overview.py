@@ -42,7 +42,7 @@ class OverviewView(View):
             forge.recent.extend(reversed(found.items))
         if forge.wide:
             page = await forge.ask(
-                lambda: forge.client.rollout_page(limit=200, run=forge.model.run, sort="ended", state="ended")
+                lambda: forge.client.rollout_page(limit=100, run=forge.model.run, state="ended")
             )
             self.failed = [row for row in page.items if row.outcome != "completed"]
         self.show()

@@ -88,7 +88,8 @@ class RolloutScreen(Screen[None]):
         self.segments: s.SegmentsView | None = None
         self.tokens: s.TokensView | None = None
         self.logs: list[s.LogView] = []
-        self.whole, self.agent = False, None
+        self.whole = False
+        self.agent: str | None = None
         self.mode: tokens.Mode = "mask"
         self.at_segment, self.at_token = 0, 0
         self._attempt: str | None = None
