@@ -27,7 +27,7 @@ ANSWER_S = 30.0
 LOG_S = 5.0
 """Seconds that last words are waited for: the node that has them may be what is broken."""
 
-BREATH_S = 0.05
+BREATH_S = 0.1
 """Seconds between two looks at a watch: waking up for one change costs more than reading it."""
 
 PAGE = 500
@@ -310,9 +310,12 @@ async def _load_again(kubeconfig: str, context: str, configuration: k8s.Configur
 
 
 async def _breathe(response: aiohttp.ClientResponse) -> None:
-    """Let changes gather where they cost nothing, so that they are read together."""
+    """Let changes gather in the kernel, where they cost nothing, so that they are read together."""
     connection = response.connection
     if connection is not None and connection.protocol is not None:  # else the answer is complete
+        limit = getattr(connection.transport, "set_read_buffer_limits", None)
+        if limit is not None:  # TLS would go on reading for itself
+            limit(1, 0)
         connection.protocol.pause_reading()
         await asyncio.sleep(BREATH_S)
         connection.protocol.resume_reading()
