@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import yaml
@@ -14,13 +15,22 @@ from forge_server.harness.load import load
 from forge_server.harness.spec import Spec
 from forge_server.settings import HarnessSettings, SchedulerSettings
 
+PATHS = {
+    "chat": "/v1/chat/completions",
+    "responses": "/v1/responses",
+    "messages": "/v1/messages?beta=true",
+    "gemini": "/v1beta/models/forge:streamGenerateContent?alt=sse",
+}
+
 
 def spec_of(harness: str) -> Spec:
     return load(assets.folder("harness_specs") / harness / "spec.yaml")
 
 
 @contextmanager
-def spec_lab(folder: Path, spec: Spec, *, patience_s: float = 30.0, window: int = 32_768) -> Iterator[Lab]:
+def spec_lab(
+    folder: Path, spec: Spec, *, patience_s: float = 30.0, window: int = 32_768, **more: Any
+) -> Iterator[Lab]:
     """A lab in which ``spec`` counts, whatever ships under its name; its harness is installed. One that is refused has
     ``patience_s`` to end by itself before it is stopped."""
     assert spec.install is not None
@@ -29,7 +39,8 @@ def spec_lab(folder: Path, spec: Spec, *, patience_s: float = 30.0, window: int 
     place.mkdir(parents=True)
     (place / "spec.yaml").write_text(yaml.safe_dump(msgspec.to_builtins(spec), sort_keys=False))
     paths, scheduler = (str(place.parent),), SchedulerSettings(heartbeat_s=patience_s, grace_s=1.0)
-    with harness_lab(folder, window=window, harness=HarnessSettings(paths=paths), scheduler=scheduler) as lab:
+    harness = HarnessSettings(paths=paths)
+    with harness_lab(folder, window=window, harness=harness, scheduler=scheduler, **more) as lab:
         yield lab
 
 
@@ -40,7 +51,7 @@ def check_solved(result: Result, spec: Spec) -> None:
     assert result.violations == []
     sent = [request for request in result.requests if request.method == "POST"]
     assert len(sent) == len(result.calls) == len(result.asked), result.explain()
-    assert {request.path for request in result.requests} == {"/v1/chat/completions"}
+    assert {request.path for request in result.requests} == {PATHS[spec.api]}
     assert {call.end for call in result.calls} == {"ok"}, result.explain()
     assert set(result.looked_up) <= set(spec.looks_up)
 

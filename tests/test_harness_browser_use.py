@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import sqlalchemy as sa
 from harness_lab import Asked, Lab, Result, Say, ScriptedEngine
-from python_harness import check_refused, check_solved, spec_of, watched_lab
+from python_harness import check_refused, check_solved, spec_lab, spec_of
 
 from forge_server.client.http import ApiError
 from forge_server.export.records import find_run
@@ -58,7 +58,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text(json.dumps(config))
     engine = ScriptedEngine(vision=True)
-    with watched_lab(folder / "lab", SPEC, engine=engine, model=folder / "model") as made:
+    with spec_lab(folder / "lab", SPEC, engine=engine, model=folder / "model") as made:
         yield made
 
 
@@ -156,7 +156,7 @@ def test_its_judge_is_a_side_call_and_without_vision_it_sends_no_screenshot(tmp_
             return Say(json.dumps({**verdict, "impossible_task": False}))
         return done("plum")
 
-    with watched_lab(tmp_path, msgspec.structs.replace(SPEC, env=env)) as lab:
+    with spec_lab(tmp_path, msgspec.structs.replace(SPEC, env=env)) as lab:
         result = lab.run(
             "browser-use", policy, instruction="Say it.", files=FILES, expect={"answer.txt": "plum"}
         )
