@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import contextlib
 import itertools
+import logging
 import os
 import sys
 import tempfile
@@ -29,6 +30,7 @@ from forge_server.scheduler.kubernetes.client import Pods
 from forge_server.scheduler.kubernetes.manifests import DOMAIN
 
 GROUP = 10
+MEMORY_MB = 256
 STEPS = ("row", "created", "node", "runs", "joined", "harness")
 """Of an attempt's start: its row is written; the API server has the pod; the pod has a node; the runner's container
 runs; the runner has its plan; the harness is started."""
@@ -89,7 +91,8 @@ def table(moments: Moments) -> str:
 async def prove(cluster: Cluster, folder: Path, count: int, in_flight: int) -> bool:
     began = time.monotonic()
     moments, most = Moments(), 0
-    async with kube_rig(cluster, folder, in_flight=in_flight, startup_s=300.0) as kube:
+    small = {"memory_mb": MEMORY_MB}
+    async with kube_rig(cluster, folder, in_flight=in_flight, startup_s=300.0, plan=small) as kube:
         it = kube.it
         it.model = solve
         watching = asyncio.create_task(moments.watch(kube))
@@ -126,6 +129,7 @@ def main() -> int:
     parser.add_argument("--in-flight", type=int, default=30)
     parser.add_argument("--nodes", type=int, default=2)
     options = parser.parse_args()
+    logging.disable(logging.INFO)
     with tempfile.TemporaryDirectory(prefix="forge-pods-") as name:
         folder = Path(name)
         cluster = Cluster(folder / "cluster", nodes=options.nodes)
