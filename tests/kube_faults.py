@@ -45,7 +45,32 @@ class Work:
         return tool("finish", answer="plum") if self.done else self._nap
 
 
-async def told(kube: KubeRig, n: int, *, within: float = 90.0) -> Counter[str]:
+@contextlib.asynccontextmanager
+async def server(cluster: Cluster, folder: Path, **options: Any) -> AsyncIterator[KubeRig]:
+    """A rig that tells what it saw when something goes wrong."""
+    async with kube_rig(cluster, folder, **options) as kube:
+        try:
+            yield kube
+        except BaseException as error:
+            with contextlib.suppress(Exception):
+                kept = ("id", "state", "kind", "evidence")
+                error.add_note(
+                    "attempts: " + str([{k: a[k] for k in kept} for a in await kube.it.attempts()])
+                )
+                about = [{"name": p["metadata"]["name"], **p["metadata"], **p["status"]} for p in kube.pods()]
+                for pod in about:
+                    pod.pop("managedFields", None)
+                error.add_note("pods: " + str(about))
+            raise
+
+
+class Came(Counter[str]):
+    """What attempts came to, by kind; ``why``: the evidence of infra failures."""
+
+    why: list[tuple[str, Any]]
+
+
+async def told(kube: KubeRig, n: int, *, within: float = 90.0) -> Came:
     """What became of the attempts of ``n`` rollouts, once what must hold after every fault was seen to hold."""
     it = kube.it
     await it.ended(n, within)
@@ -62,10 +87,17 @@ async def told(kube: KubeRig, n: int, *, within: float = 90.0) -> Counter[str]:
                 "an infra failure has a reward"
             )
             assert attempt["evidence"], "an infra failure without evidence"
-    return Counter(f"{a['kind'] if a['kind'] != 'ok' else 'completed'}" for a in attempts)
+    found = Came(f"{a['kind'] if a['kind'] != 'ok' else 'completed'}" for a in attempts)
+    found.why = [(a["kind"], a["evidence"]) for a in attempts if a["outcome"] == "infra_failure"]
+    return found
 
 
-def words(found: Counter[str], more: str = "") -> str:
+def expect(found: Came, wanted: dict[str, int]) -> None:
+    if found != wanted:
+        raise AssertionError(f"the attempts came to {dict(found)}, not to {wanted}: {found.why}")
+
+
+def words(found: Came, more: str = "") -> str:
     return ", ".join(f"{n} {kind}" for kind, n in sorted(found.items())) + (f"; {more}" if more else "")
 
 
@@ -102,7 +134,7 @@ async def busy(
     cluster: Cluster, folder: Path, n: int, *, nap_s: float = 1.0, max_attempts: int = 1, **options: Any
 ) -> AsyncIterator[tuple[KubeRig, Work]]:
     """``n`` attempts that work."""
-    async with kube_rig(cluster, folder, in_flight=n, **options) as kube:
+    async with server(cluster, folder, in_flight=n, **options) as kube:
         work = kube.it.model = Work(nap_s)
         await kube.it.group(n=n, max_attempts=max_attempts)
         await running(kube, n)
@@ -121,7 +153,7 @@ async def pods_deleted(cluster: Cluster, folder: Path) -> str:
         await running(kube, 4)
         work.done = True
         found = await told(kube, 2)
-        assert found == {"pod_lost": 2, "completed": 2}
+        expect(found, {"pod_lost": 2, "completed": 2})
         lost = [details(a) for a in await kube.it.attempts() if a["kind"] == "pod_lost"]
         assert all("node" in evidence for evidence in lost), lost
         return words(found)
@@ -136,21 +168,21 @@ async def quota_exceeded(cluster: Cluster, folder: Path) -> str:
     }
     with namespace(cluster) as name:
         apply(cluster, name, quota)
-        async with kube_rig(cluster, folder, within=name, in_flight=6) as kube:
+        async with server(cluster, folder, within=name, in_flight=6) as kube:
             kube.it.model = solve
             await kube.it.group(n=6, max_attempts=1)
             await seen(lambda: kube.it.backend.full)
             assert "exceeded quota" in kube.it.backend.full and not kube.it.backend.trouble
             found = await told(kube, 6)
-            assert found == {"completed": 6}
+            expect(found, {"completed": 6})
             return words(found, "2 at a time")
 
 
 async def image_missing(cluster: Cluster, folder: Path) -> str:
-    async with kube_rig(cluster, folder, image="localhost/none:1") as kube:
+    async with server(cluster, folder, image="localhost/none:1") as kube:
         await kube.it.group(n=1, max_attempts=2)
         found = await told(kube, 1)
-        assert found == {"image_pull": 2}
+        expect(found, {"image_pull": 2})
         evidence = details((await kube.it.attempts())[0])
         assert "ErrImageNeverPull" in str(evidence["containers"]), evidence
         return words(found)
@@ -161,10 +193,10 @@ async def image_slow(cluster: Cluster, folder: Path) -> str:
     with socket.create_server((cluster.machine, 0)) as registry:
         image = f"{cluster.machine}:{registry.getsockname()[1]}/slow:1"
         values = {"pull_policy": "IfNotPresent"}
-        async with kube_rig(cluster, folder, image=image, values=values, startup_s=6.0) as kube:
+        async with server(cluster, folder, image=image, values=values, startup_s=6.0) as kube:
             await kube.it.group(n=1, max_attempts=1)
             found = await told(kube, 1)
-            assert found == {"startup_timeout": 1}
+            expect(found, {"startup_timeout": 1})
             evidence = details((await kube.it.attempts())[0])
             assert evidence["phase"] == "Pending" and "waiting" in str(evidence["containers"]), evidence
             return words(found)
@@ -173,31 +205,31 @@ async def image_slow(cluster: Cluster, folder: Path) -> str:
 async def out_of_memory(cluster: Cluster, folder: Path) -> str:
     hungry = pod_script(CALL + 'call; "$PY" -I -S -c "x = b\'x\' * (1 << 30)"')
     plan = {"memory_mb": 96}
-    async with kube_rig(cluster, folder, specs={"script": hungry}, plan=plan) as kube:
+    async with server(cluster, folder, specs={"script": hungry}, plan=plan) as kube:
         await kube.it.group(n=1, harness="script", max_attempts=2)
         found = await told(kube, 1)
-        assert found == {"oom_agent": 1}
+        expect(found, {"oom_agent": 1})
         (attempt,) = await kube.it.attempts()
         assert attempt["outcome"] == "policy_failure" and attempt["reward"] == 0.0
         return words(found, "its minimum reward")
 
 
 async def nothing_called(cluster: Cluster, folder: Path) -> str:
-    async with kube_rig(cluster, folder, specs={"script": pod_script("exit 0")}) as kube:
+    async with server(cluster, folder, specs={"script": pod_script("exit 0")}) as kube:
         await kube.it.group(n=1, harness="script", max_attempts=1)
         found = await told(kube, 1)
-        assert found == {"harness_no_call": 1}
+        expect(found, {"harness_no_call": 1})
         return words(found)
 
 
 async def watch_cut(cluster: Cluster, folder: Path) -> str:
     async with cutter(cluster, folder) as through:
         cutting = asyncio.create_task(through.cut_every(1.0))
-        async with kube_rig(cluster, folder, kubeconfig=through.kubeconfig, in_flight=3) as kube:
+        async with server(cluster, folder, kubeconfig=through.kubeconfig, in_flight=3) as kube:
             kube.it.model = solve
             await kube.it.group(n=6, max_attempts=1)
             found = await told(kube, 6)
-            assert found == {"completed": 6}
+            expect(found, {"completed": 6})
             counts = kube.it.backend._cache.counts
             assert counts["watch"] >= 4 and counts["list"] <= 2, counts
         cutting.cancel()
@@ -218,7 +250,7 @@ async def watch_silent(cluster: Cluster, folder: Path) -> str:
                 await running(kube, 2)
                 work.done = True
                 found = await told(kube, 1)
-        assert found == {"pod_lost": 1, "completed": 1}
+        expect(found, {"pod_lost": 1, "completed": 1})
         return words(found)
 
 
@@ -241,7 +273,7 @@ async def two_servers(cluster: Cluster, folder: Path) -> str:
             await two.it.ended(2)
             for kube in (one, two):
                 found = await told(kube, 2)
-                assert found == {"completed": 2}
+                expect(found, {"completed": 2})
     return "2 completed each, none touched by the other"
 
 
@@ -267,7 +299,7 @@ async def drained(cluster: Cluster, folder: Path) -> str:
             cluster.call("PATCH", path, {"spec": {"unschedulable": None}})
         work.done = True
         found = await told(kube, 4)
-        assert found == {"pod_lost": len(evicted), "completed": 4}
+        expect(found, {"pod_lost": len(evicted), "completed": 4})
         return words(found)
 
 
@@ -275,7 +307,7 @@ async def nodes_full(cluster: Cluster, folder: Path) -> str:
     """Each node has room for one; an attempt that found none is not charged."""
     free = min(_allocatable_mb(node) for node in cluster.get("/api/v1/nodes")["items"])
     limits, plan = Limits(unschedulable_s=3.0), {"memory_mb": int(free * 0.6)}
-    async with kube_rig(cluster, folder, in_flight=4, limits=limits, plan=plan) as kube:
+    async with server(cluster, folder, in_flight=4, limits=limits, plan=plan) as kube:
         work = kube.it.model = Work()
         await kube.it.group(n=4, max_attempts=1)
         await kube.it.until(lambda: len(ended_as(kube, "unschedulable")) >= 2, 60)
@@ -299,7 +331,7 @@ async def _skewed(cluster: Cluster, folder: Path, seconds: float) -> str:
     for node in nodes:
         cluster.call("PATCH", node, {"spec": {"unschedulable": True}})
     try:
-        async with kube_rig(cluster, folder, clock=lambda: time.time() + seconds, startup_s=60.0) as kube:
+        async with server(cluster, folder, clock=lambda: time.time() + seconds, startup_s=60.0) as kube:
             kube.it.model = solve
             await kube.it.group(n=2, max_attempts=1)
             stuck = lambda pods: len(pods) == 2 and all(p["status"].get("conditions") for p in pods)  # noqa: E731
@@ -308,7 +340,7 @@ async def _skewed(cluster: Cluster, folder: Path, seconds: float) -> str:
             for node in nodes:
                 cluster.call("PATCH", node, {"spec": {"unschedulable": None}})
             found = await told(kube, 2)
-            assert found == {"completed": 2}
+            expect(found, {"completed": 2})
             return words(found)
     finally:
         for node in nodes:
@@ -318,7 +350,7 @@ async def _skewed(cluster: Cluster, folder: Path, seconds: float) -> str:
 async def api_killed(cluster: Cluster, folder: Path) -> str:
     """It is started again at once: attempts go on, end, and are launched as if nothing had happened. What we have seen
     last is too old for it: 410."""
-    async with kube_rig(cluster, folder, in_flight=3) as kube:
+    async with server(cluster, folder, in_flight=3) as kube:
         work = kube.it.model = Work()
         await kube.it.group(n=6, max_attempts=1)
         await running(kube, 3)
@@ -333,32 +365,33 @@ async def api_killed(cluster: Cluster, folder: Path) -> str:
         return words(found, f"{cache.counts['expired']} x 410, {cache.counts['list']} lists")
 
 
-async def server_killed(cluster: Cluster, folder: Path, n: int = 6) -> str:
+async def server_killed(cluster: Cluster, folder: Path, n: int = 6, up: int = 3, nap_s: float = 1.0) -> str:
     """SIGKILL while some pods are up and others are being launched; the next life finds them all."""
     with namespace(cluster) as name, socket.create_server((cluster.machine, 0)) as probe:
         port = probe.getsockname()[1]
         probe.close()
         command = [sys.executable, str(HERE / "kube_victim.py"), str(folder), str(cluster.state), name]
-        victim = subprocess.Popen([*command, str(port), str(n)], stdout=subprocess.PIPE)
+        victim = subprocess.Popen([*command, str(port), str(n), str(up), str(nap_s)], stdout=subprocess.PIPE)
         try:
             assert victim.stdout is not None
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(200):
                 while (line := await asyncio.to_thread(victim.stdout.readline)) != b"up\n":
                     assert line, "the victim died by itself"
         finally:
             victim.kill()
             victim.wait(30)
         before = {p["metadata"]["name"]: p["metadata"]["uid"] for p in _pods(cluster, name)}
-        async with kube_rig(cluster, folder, within=name, port=port, in_flight=n) as kube:
-            work = kube.it.model = Work()
-            async with asyncio.timeout(120):
-                while any(a["state"] != "running" for a in await kube.it.attempts()):
+        async with server(cluster, folder, within=name, port=port, in_flight=n) as kube:
+            work = kube.it.model = Work(nap_s)
+            early = ("queued", "launching", "starting")
+            async with asyncio.timeout(180):
+                while any(a["state"] in early for a in await kube.it.attempts()):
                     await asyncio.sleep(0.2)
             after = {p["metadata"]["name"]: p["metadata"]["uid"] for p in kube.pods()}
             assert before.items() <= after.items(), "a pod was replaced"
             work.done = True
             found = await told(kube, n, within=150)
-            assert found == {"completed": n}
+            expect(found, {"completed": n})
             return words(found, f"{len(before)} pods adopted")
 
 
@@ -367,7 +400,7 @@ async def server_killed(cluster: Cluster, folder: Path, n: int = 6) -> str:
 
 async def api_away(cluster: Cluster, folder: Path) -> str:
     """The API server is dead for 60 s, longer than an attempt may take to start."""
-    async with kube_rig(cluster, folder, in_flight=4, startup_s=20.0) as kube:
+    async with server(cluster, folder, in_flight=4, startup_s=20.0) as kube:
         work = kube.it.model = Work(nap_s=4.0)
         await kube.it.group(n=8, max_attempts=1)
         await running(kube, 4)
@@ -381,13 +414,13 @@ async def api_away(cluster: Cluster, folder: Path) -> str:
         await asyncio.sleep(max(0.0, gone + 60 - time.monotonic()))
         await asyncio.to_thread(cluster.release, "apiserver")
         found = await told(kube, 8, within=180)
-        assert found == {"completed": 8}
+        expect(found, {"completed": 8})
         return words(found)
 
 
 async def api_frozen(cluster: Cluster, folder: Path) -> str:
     """SIGSTOP for 60 s: connections stay open, nothing is answered."""
-    async with kube_rig(cluster, folder, in_flight=4, startup_s=20.0) as kube:
+    async with server(cluster, folder, in_flight=4, startup_s=20.0) as kube:
         work = kube.it.model = Work(nap_s=4.0)
         await kube.it.group(n=8, max_attempts=1)
         await running(kube, 4)
@@ -398,13 +431,13 @@ async def api_frozen(cluster: Cluster, folder: Path) -> str:
         await asyncio.sleep(60)
         await asyncio.to_thread(cluster.signal, "apiserver", signal.SIGCONT)
         found = await told(kube, 8, within=240)
-        assert found == {"completed": 8}
+        expect(found, {"completed": 8})
         return words(found)
 
 
 async def etcd_killed(cluster: Cluster, folder: Path) -> str:
     """Killed and started again after 20 s: the API server answers, but knows nothing."""
-    async with kube_rig(cluster, folder, in_flight=4, startup_s=20.0) as kube:
+    async with server(cluster, folder, in_flight=4, startup_s=20.0) as kube:
         work = kube.it.model = Work(nap_s=4.0)
         await kube.it.group(n=8, max_attempts=1)
         await running(kube, 4)
@@ -415,7 +448,7 @@ async def etcd_killed(cluster: Cluster, folder: Path) -> str:
         await asyncio.sleep(20)
         await asyncio.to_thread(cluster.release, "etcd")
         found = await told(kube, 8, within=240)
-        assert found == {"completed": 8}
+        expect(found, {"completed": 8})
         return words(found)
 
 
@@ -440,7 +473,7 @@ async def kubelet_killed(cluster: Cluster, folder: Path) -> str:
         finally:
             await asyncio.to_thread(cluster.release, f"kubelet-{node}")
             await asyncio.to_thread(cluster.until_ready)
-        assert found == {"node_lost": there, "completed": 4}
+        expect(found, {"node_lost": there, "completed": 4})
         return words(found)
 
 
@@ -460,7 +493,7 @@ async def node_dead(cluster: Cluster, folder: Path) -> str:
         finally:
             await asyncio.to_thread(cluster.release, f"kubelet-{node}")
             await asyncio.to_thread(cluster.until_ready)
-        assert found == {"node_lost": there, "completed": 4}
+        expect(found, {"node_lost": there, "completed": 4})
         return words(found)
 
 
@@ -470,7 +503,7 @@ async def too_many_requests(cluster: Cluster, folder: Path) -> str:
     narrow = Cluster(folder / "narrow", nodes=0, api=api)
     try:
         await asyncio.to_thread(narrow.up)
-        async with kube_rig(narrow, folder, in_flight=60, limits=Limits(unschedulable_s=600)) as kube:
+        async with server(narrow, folder, in_flight=60, limits=Limits(unschedulable_s=600)) as kube:
             await kube.it.group(n=60, max_attempts=1)
             await kube.it.until(lambda: len(kube.it.of("attempt_launched")) == 60, 120)
             await kube.until_pods(lambda pods: len(pods) == 60)
@@ -478,14 +511,14 @@ async def too_many_requests(cluster: Cluster, folder: Path) -> str:
             for row in kube.it.of("attempt_launched"):
                 await kube.it.lifecycle.apply(RolloutCancelled(rollout_id=row.rollout_id))
             found = await told(kube, 60)
-            assert found == {"cancelled": 60}
+            expect(found, {"cancelled": 60})
             return "60 of 60 created"
     finally:
         await asyncio.to_thread(narrow.down)
 
 
 async def server_killed_20(cluster: Cluster, folder: Path) -> str:
-    return await server_killed(cluster, folder, 20)
+    return await server_killed(cluster, folder, n=20, up=20, nap_s=8.0)
 
 
 def pod_script(script: str, name: str = "script") -> Spec:

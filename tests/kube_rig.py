@@ -47,6 +47,9 @@ def namespace(cluster: Cluster, *, jobs: bool = False) -> Iterator[str]:
         if document["kind"] == "RoleBinding":
             document["subjects"] = [{"kind": "User", "name": "forge"}]
         apply(cluster, name, document)
+    cluster.until(
+        f"{name}'s account", lambda: cluster.get(f"/api/v1/namespaces/{name}/serviceaccounts/default")
+    )
     try:
         yield name
     finally:

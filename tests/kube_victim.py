@@ -1,5 +1,8 @@
-"""A server to be killed: launches argv[5] endless attempts in namespace argv[3] of the cluster in folder argv[2], over
-the database in folder argv[1], with the pod-facing listener at port argv[4]; says when half of them are up."""
+"""A server to be killed: FOLDER STATE NAMESPACE PORT N UP NAP.
+
+Launches N endless attempts, which nap for NAP seconds at a time, in the namespace of the cluster in the folder STATE,
+over the database in FOLDER, with the pod-facing listener at PORT; says when UP of them are up.
+"""
 
 import asyncio
 import json
@@ -11,22 +14,16 @@ from kube_faults import Work
 from kube_rig import kube_rig
 
 
-async def main() -> None:
-    folder, state, name, port, n = (
-        Path(sys.argv[1]),
-        Path(sys.argv[2]),
-        sys.argv[3],
-        sys.argv[4],
-        int(sys.argv[5]),
-    )
+async def main(folder: Path, state: Path, name: str, port: int, n: int, up: int, nap_s: float) -> None:
     cluster = Cluster(state)
     cluster.machine = json.loads((state / "plan.json").read_text())["gateway"]
-    async with kube_rig(cluster, folder, within=name, port=int(port), in_flight=n) as kube:
-        kube.it.model = Work()
+    async with kube_rig(cluster, folder, within=name, port=port, in_flight=n) as kube:
+        kube.it.model = Work(nap_s)
         await kube.it.group(n=n, max_attempts=1)
-        await kube.it.until(lambda: len(kube.it.of("attempt_running")) >= n // 2, 90)
+        await kube.it.until(lambda: len(kube.it.of("attempt_running")) >= up, 180)
         print("up", flush=True)
         await asyncio.Event().wait()
 
 
-asyncio.run(main())
+folder, state, name, port, n, up, nap_s = sys.argv[1:]
+asyncio.run(main(Path(folder), Path(state), name, int(port), int(n), int(up), float(nap_s)))

@@ -128,11 +128,16 @@ async def test_what_may_mend_itself_is_waited_for(tmp_path: Path) -> None:
         it.api.refusals = [
             (429, "TooManyRequests", "try again later"),
             (500, "InternalError", "etcdserver: request timed out"),
+            (
+                403,
+                "Forbidden",
+                'error looking up service account n/default: serviceaccount "default" not found',
+            ),
             (409, "Conflict", 'Operation cannot be fulfilled on resourcequotas "q"'),
             (503, "ServiceUnavailable", "apiserver not ready"),
         ]
         await it.launch()
-        assert it.api.creates == 5 and list(it.api.pods) == ["at-1"]
+        assert it.api.creates == 6 and list(it.api.pods) == ["at-1"]
 
 
 async def test_a_full_quota_is_no_trouble_and_is_not_stormed(tmp_path: Path) -> None:

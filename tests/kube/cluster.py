@@ -69,13 +69,13 @@ class Cluster:
         plan = {"commands": commands, "address": address, "gateway": self.machine, "hosts": hosts}
         (self.state / "plan.json").write_text(json.dumps(plan))
         self._start(number, address, subnet)
-        self._wait("the API server", lambda: self.get("/readyz", raw=True) == "ok", limit_s)
+        self.until("the API server", lambda: self.get("/readyz", raw=True) == "ok", limit_s)
         if self.nodes:
-            self._wait("containerd", lambda: all((self.state / f"{n}.sock").exists() for n in self.nodes), 60)
+            self.until("containerd", lambda: all((self.state / f"{n}.sock").exists() for n in self.nodes), 60)
             for image in images:
                 self.load(image)
             self.until_ready(limit_s)
-        self._wait("accounts", lambda: self.get("/api/v1/namespaces/default/serviceaccounts/default"), 60)
+        self.until("accounts", lambda: self.get("/api/v1/namespaces/default/serviceaccounts/default"), 60)
 
     def down(self) -> None:
         """End everything; the folder is removed."""
@@ -89,7 +89,7 @@ class Cluster:
 
     def until_ready(self, limit_s: float = 180.0) -> None:
         """Wait until every node takes pods."""
-        self._wait("the nodes", self._schedulable, limit_s)
+        self.until("the nodes", self._schedulable, limit_s)
 
     def load(self, image: Path, nodes: Sequence[str] = ()) -> None:
         """Bring an image archive to some nodes, or to every one."""
@@ -108,7 +108,7 @@ class Cluster:
             def done(command: list[str] = command) -> bool:
                 return subprocess.run(command, capture_output=True, env=_environ()).returncode == 0
 
-            self._wait(f"image {image.name}", done, 60)
+            self.until(f"image {image.name}", done, 60)
 
     def kill(self, component: str, *, hold: bool = False) -> None:
         """SIGKILL ``etcd``, ``apiserver``, ``manager``, ``scheduler``, ``kubelet-nodeN`` or ``containerd-nodeN``;
@@ -178,10 +178,10 @@ class Cluster:
                 env=_environ(),
             )
         children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
-        self._wait("the namespaces", lambda: children.read_text().strip() != "", 30)
+        self.until("the namespaces", lambda: children.read_text().strip() != "", 30)
         self._first = int(children.read_text())
         own = os.readlink("/proc/self/ns/net")
-        self._wait("the network", lambda: os.readlink(f"/proc/{self._first}/ns/net") != own, 30)
+        self.until("the network", lambda: os.readlink(f"/proc/{self._first}/ns/net") != own, 30)
         self._link = f"forge-k{number}"
         peer = ["peer", "name", "node0", "netns", str(self._first)]
         for words in (
@@ -214,7 +214,8 @@ class Cluster:
             for node in nodes
         )
 
-    def _wait(self, what: str, holds: Callable[[], object], limit_s: float) -> None:
+    def until(self, what: str, holds: Callable[[], object], limit_s: float = 60.0) -> None:
+        """Wait until ``holds`` is true and raises no OSError."""
         until = time.monotonic() + limit_s
         last: Exception | None = None
         while time.monotonic() < until:

@@ -50,9 +50,15 @@ class ApiError(Exception):
         return self.status == 403 and "exceeded quota" in self.message
 
     @property
+    def unsettled(self) -> bool:
+        """Refused because the cluster's controllers, which make accounts, have not come round to it yet."""
+        return self.status == 403 and "error looking up service account" in self.message
+
+    @property
     def transient(self) -> bool:
         """Asking again later may help. That includes credentials, which others bring up to date."""
-        return self.status in (0, 401, 408, 409, 429) or self.status >= 500 or self.over_quota
+        passing = self.status in (0, 401, 408, 409, 429) or self.status >= 500
+        return passing or self.over_quota or self.unsettled
 
 
 class _ListMeta(msgspec.Struct, frozen=True, rename="camel"):
