@@ -6,7 +6,8 @@ real ones; runners are played, their events applied as the runner's routes would
 ``pods_kubelet.py`` connects to SOCKET. Orders come by standard input, one line of JSON each, and are answered:
 
     {"do": "full"}                  waits until N runners run: how long it took, memory
-    {"do": "open"}  {"do": "look"}  begins a stretch; what was seen since: CPU, events, stalls, slots, memory
+    {"do": "open", "clock": true}   begins a stretch; without the clock that strikes every 5 ms it has no stalls
+    {"do": "look"}                  what was seen since: CPU, events, stalls, slots, memory
     {"do": "list"}                  reads all pods into a second cache: seconds, pods
 """
 
@@ -81,6 +82,7 @@ class Stretch:
 
     def __init__(self) -> None:
         self._freed: deque[float] = deque()
+        self.watched = asyncio.Event()
         self.open(0)
 
     def open(self, events: int) -> None:
@@ -111,6 +113,7 @@ class Stretch:
         """A clock that should strike every 5 ms. ``gaps``: how late it did, ``own``: what the loop's thread computed
         meanwhile, so that it was late by our own doing."""
         while True:
+            await self.watched.wait()
             due, used = time.perf_counter() + TICK_S, time.thread_time()
             await asyncio.sleep(TICK_S)
             self.gaps.append(time.perf_counter() - due)
@@ -268,7 +271,11 @@ class Bench:
                 )
         return {"seconds": time.monotonic() - began, "memory": memory(), "running": len(self.running)}
 
-    async def open(self) -> dict[str, Any]:
+    async def open(self, clock: bool) -> dict[str, Any]:
+        if clock:
+            self.stretch.watched.set()
+        else:
+            self.stretch.watched.clear()
         self.stretch.open(self.events)
         return {}
 
@@ -326,7 +333,9 @@ async def main(database: str, kubeconfig: str, namespace: str, n: str, path: str
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
     print(json.dumps({"instance": me.id}), flush=True)
     while line := await orders.readline():
-        print(json.dumps(await getattr(bench, json.loads(line)["do"])()), flush=True)
+        order = json.loads(line)
+        what = getattr(bench, order.pop("do"))
+        print(json.dumps(await what(**order)), flush=True)
     clock.cancel()
     ticks.stop()
     listening.close()
