@@ -4,19 +4,21 @@
 
 The server, in which all that happens, is one process; the dashboard is ``forge-server tui`` on a terminal of its own.
 CPU is what the processes used. A key's time is from its byte to the first paint that shows it. What one dashboard costs
-the server is too little to be seen beside what happens there, so what a dashboard asks for is asked many times over,
-and the difference to the windows before and after is divided: the stream and the list of rollouts as by 20 dashboards,
-the overview, which is computed once for all, six times as often as one asks for it. To reach: 25 % of a core, 150 ms at
-the 95th percentile, 2 % of a core.
+the server is too little to be seen beside what happens there. So what dashboards ask for is asked many times over, and
+what the server uses beyond what the same number of events costs in the windows before and after is divided: the stream
+and the list of rollouts are asked for as by 20 dashboards; the overview, which is computed once for all, six times as
+often as one asks for it. To reach: 25 % of a core, 150 ms at the 95th percentile, 2 % of a core.
 """
 
 import argparse
+import contextlib
 import fcntl
 import itertools
 import os
 import pty
 import select
 import signal
+import sqlite3
 import statistics
 import struct
 import subprocess
@@ -26,6 +28,7 @@ import termios
 import threading
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from forge_server.client.http import ForgeClient
 
@@ -92,17 +95,36 @@ class Terminal:
         os.close(self.master)
 
 
-def window(server: int, terminal: Terminal | None, seconds: float) -> tuple[float, float]:
-    """Percent of a core that the server, and the dashboard, used."""
-    pids = [server, *([terminal.process.pid] if terminal else [])]
-    began, used = time.monotonic(), [cpu_s(pid) for pid in pids]
+class Server:
+    """The process in which things happen, and how many of them."""
+
+    def __init__(self, pid: int, folder: Path) -> None:
+        self.pid = pid
+        self._database = folder / "forge-data" / "forge.db"
+
+    def events(self) -> int:
+        with contextlib.closing(sqlite3.connect(f"file:{self._database}?mode=ro", uri=True)) as connection:
+            return int(connection.execute("SELECT max(id) FROM events").fetchone()[0])
+
+
+class Window(NamedTuple):
+    """Percent of a core that the server and the dashboard used, and events per second."""
+
+    server: float
+    dashboard: float
+    events: float
+
+
+def window(server: Server, terminal: Terminal | None, seconds: float) -> Window:
+    pids = [server.pid, *([terminal.process.pid] if terminal else [])]
+    began, used, events = time.monotonic(), [cpu_s(pid) for pid in pids], server.events()
     if terminal:
         terminal.watch(seconds)
     else:
         time.sleep(seconds)
     took = time.monotonic() - began
     shares = [100 * (cpu_s(pid) - before) / took for pid, before in zip(pids, used, strict=True)]
-    return shares[0], shares[1] if terminal else 0.0
+    return Window(shares[0], shares[1] if terminal else 0.0, (server.events() - events) / took)
 
 
 def ask(kind: str, url: str, key: str) -> None:
@@ -129,8 +151,7 @@ def follow(client: ForgeClient) -> None:
             pass
 
 
-def asked(server: int, kind: str, url: str, key: str, seconds: float) -> float:
-    """Percent of a core that the server used meanwhile."""
+def asked(server: Server, kind: str, url: str, key: str, seconds: float) -> Window:
     process = subprocess.Popen(
         [sys.executable, __file__, "--ask", kind, url, key], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
@@ -138,7 +159,7 @@ def asked(server: int, kind: str, url: str, key: str, seconds: float) -> float:
         assert process.stdout is not None
         process.stdout.readline()
         time.sleep(2.0)
-        return window(server, None, seconds)[0]
+        return window(server, None, seconds)
     finally:
         process.terminate()
         process.wait(10)
@@ -174,33 +195,34 @@ def main() -> None:
             while not line.startswith("http"):
                 line = server.stdout.readline()
             url, key = line.split()
-            measure(server.pid, url, key, a)
+            measure(Server(server.pid, Path(folder)), url, key, a)
         finally:
             server.terminate()
             server.wait(30)
 
 
-def measure(server: int, url: str, key: str, a: argparse.Namespace) -> None:
+def measure(server: Server, url: str, key: str, a: argparse.Namespace) -> None:
     time.sleep(SETTLE_S)
     cpu: dict[str, list[float]] = {"overview": [], "rollouts": []}
     costs: dict[str, list[float]] = {"streams": [], "overviews": []}
     keys: list[float] = []
-    with ForgeClient(url, key) as client:
-        first, since = client.overview().last_event, time.monotonic()
-        for _ in range(a.rounds):
-            for screen, found in cpu.items():
-                found.append(watched(screen, server, Terminal(url, key), a, keys))
-            before = window(server, None, a.seconds)[0]
-            for kind, share in (("streams", STREAMS), ("overviews", OVERVIEWS)):
-                meanwhile = asked(server, kind, url, key, a.seconds)
-                after = window(server, None, a.seconds)[0]
-                costs[kind].append((meanwhile - (before + after) / 2) / share)
-                print(
-                    f"server {before:.1f} %, with {share} x {kind} {meanwhile:.1f} %, {after:.1f} %",
-                    flush=True,
-                )
-                before = after
-        rate = (client.overview().last_event - first) / (time.monotonic() - since)
+    first, since = server.events(), time.monotonic()
+    for _ in range(a.rounds):
+        for screen, found in cpu.items():
+            found.append(watched(screen, server, Terminal(url, key), a, keys))
+        before = window(server, None, a.seconds)
+        for kind, share in (("streams", STREAMS), ("overviews", OVERVIEWS)):
+            meanwhile = asked(server, kind, url, key, a.seconds)
+            after = window(server, None, a.seconds)
+            alone = (before.server + after.server) / (before.events + after.events) * meanwhile.events
+            costs[kind].append((meanwhile.server - alone) / share)
+            print(
+                f"{share} x {kind}: server {meanwhile.server:.1f} % instead of {alone:.1f} %, "
+                f"{meanwhile.events:.0f} events/s",
+                flush=True,
+            )
+            before = after
+    rate = (server.events() - first) / (time.monotonic() - since)
     keys.sort()
     print(f"{rate:.0f} events/s; keys: p50 {statistics.median(keys):.0f} ms, most {keys[-1]:.0f} ms; load "
           f"{os.getloadavg()[0]:.1f}")  # fmt: skip
@@ -211,14 +233,16 @@ def measure(server: int, url: str, key: str, a: argparse.Namespace) -> None:
     figure("server, percent of a core for one dashboard", one, REACH_SERVER)
 
 
-def watched(screen: str, server: int, terminal: Terminal, a: argparse.Namespace, keys: list[float]) -> float:
+def watched(
+    screen: str, server: Server, terminal: Terminal, a: argparse.Namespace, keys: list[float]
+) -> float:
     """Percent of a core that the dashboard uses on ``screen``; and how quick its keys are."""
     try:
         terminal.watch(SETTLE_S)
         if screen == "rollouts":
             terminal.press(b"2", b"sorted by")
             terminal.watch(2.0)
-        _, used = window(server, terminal, a.seconds)
+        used = window(server, terminal, a.seconds).dashboard
         print(f"dashboard on {screen} {used:.1f} %, {terminal.written / 1024:.0f} KiB painted", flush=True)
         if screen == "rollouts":
             for i in range(a.keys):

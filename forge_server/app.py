@@ -543,6 +543,7 @@ class Server:
                 *overview_routes(
                     self.store,
                     probes,
+                    self.news,
                     self.gate,
                     lambda: self.scheduler.in_flight,
                     self.settings.engine.policy,

@@ -24,10 +24,16 @@ from forge_server.store import tables as t
 from forge_server.store.database import Store
 
 FRESH_S = 1.0
+STALE_S = 5.0
 SHARE = 50
 """It is good for so many times as long as it took: watching never costs more than that part of a core."""
 WINDOW_S = 60.0
 RECENT_S = 900.0
+
+
+class Turns(Protocol):
+    turns: int
+    """Grows when a run or a policy is not as it was: whoever has just steered must see it."""
 
 
 class Traffic(Protocol):
@@ -43,26 +49,33 @@ class Traffic(Protocol):
 def overview_routes(
     store: Store,
     probes: Sequence[Probe],
+    news: Turns,
     traffic: Traffic,
     in_flight: Callable[[], int],
     policy: str,
     breaker: int,
 ) -> list[Any]:
     """``in_flight`` gives N."""
-    known: dict[str | None, tuple[float, s.Overview]] = {}  # with the moment until which it is good
+    known: dict[str | None, tuple[float, int, s.Overview]] = {}  # the moment until which it is good, turns
     one_at_a_time = asyncio.Lock()
 
     @get("/overview", summary="Whether all is well: counts, rates, alarms")
     async def overview(run: FromQuery[str | None] = None) -> s.Overview:
         async with one_at_a_time:
-            until, found = known.get(run, (0.0, None))
-            began = time.monotonic()
-            if found is None or began >= until:
+            until, turns, found = known.get(run, (0.0, -1, None))
+            began, now = time.monotonic(), news.turns
+            if found is None or began >= until or turns != now:
                 found = await look(run)
                 if len(known) > 64:
                     known.clear()
-                took = time.monotonic() - began
-                known[run] = (began + max(FRESH_S, SHARE * took), found)
+                good_s = SHARE * (time.monotonic() - began)
+                known[run] = (began + min(max(FRESH_S, good_s), STALE_S), now, found)
+            found.in_flight = in_flight()
+            found.calls_running, found.calls_waiting, found.held = (
+                traffic.running,
+                traffic.waiting,
+                traffic.held,
+            )
             return found
 
     async def look(run: str | None) -> s.Overview:
@@ -70,8 +83,6 @@ def overview_routes(
         now = time.time()
         view, more = await store.read(lambda c: read(c, run, now, policy))
         view.checks, view.breaker = checks, breaker
-        view.in_flight = in_flight()
-        view.calls_running, view.calls_waiting, view.held = traffic.running, traffic.waiting, traffic.held
         view.alarms = alarms(
             Facts(
                 checks=checks,

@@ -31,7 +31,8 @@ def watch(url: str | None, key: str | None, light: bool = False) -> None:
     """Raises ConfigError."""
     from forge_tui.app import main
 
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):  # Textual paints on stderr
+    terminal = sys.stdin.isatty() and sys.stderr.isatty()  # Textual paints on stderr
+    if not terminal and "TEXTUAL_DRIVER" not in os.environ:  # which a browser brings (textual-serve)
         raise ForgeError("the dashboard needs a terminal", mend="`forge-server run show RUN` prints instead")
     main(url, key, light=light)
 

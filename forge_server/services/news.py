@@ -14,12 +14,14 @@ class News:
 
     def __init__(self) -> None:
         self.count = 0
+        self.turns = 0  # of them, those after which a run or a policy is not as it was
         self.over = False
         self._changed = asyncio.Event()
         self._newest: deque[EventRow] = deque(maxlen=KEPT)
 
     def __call__(self, row: EventRow) -> None:
         self.count += 1
+        self.turns += row.kind.startswith(("run_", "policy_", "hold_"))
         self._newest.append(row)
         self._wake()
 

@@ -173,9 +173,9 @@ class ForgeApp(App[None]):
             self.view.heard(events)
         self._watch()
         now = self.monotonic()
-        if now - self._overview_at >= OVERVIEW_S:
+        due = now - self._overview_at >= OVERVIEW_S
+        if due and self._start("overview", self._read_overview()):
             self._overview_at = now
-            self._start("overview", self._read_overview())
         if self.model.overview is not None and self.connected:
             self._read_due(now)
         if isinstance(self.view, RolloutsView) and self.screen is self.screen_stack[0]:

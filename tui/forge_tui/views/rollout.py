@@ -32,9 +32,9 @@ Part = Literal["summary", "conversation", "calls", "tokens", "segments", "logs"]
 
 CALLS = (
     Column("seq", 4, "right"),
-    Column("agent", 10, priority=3),
+    Column("agent", 10, priority=1),
     Column("end", 16),
-    Column("began", 8, "right"),
+    Column("began", 8, "right", priority=3),
     Column("took", 7, "right"),
     Column("engine", 7, "right", priority=4),
     Column("held", 6, "right", priority=6),
@@ -42,8 +42,8 @@ CALLS = (
     Column("answer", 6, "right"),
     Column("finish", 10, priority=5),
     Column("pol", 4, "right", priority=2),
-    Column("trained", 18, priority=1),
-    Column("when", 12, priority=7, grow=True),
+    Column("trained", 16),
+    Column("when", 12, priority=7),
     Column("dialect", 9, priority=8),
     Column("mode", 6, priority=9),
 )
