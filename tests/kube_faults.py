@@ -400,7 +400,7 @@ async def server_killed(cluster: Cluster, folder: Path, n: int = 6, up: int = 3,
 
 async def api_away(cluster: Cluster, folder: Path) -> str:
     """The API server is dead for 60 s, longer than an attempt may take to start."""
-    async with server(cluster, folder, in_flight=4, startup_s=20.0) as kube:
+    async with server(cluster, folder, in_flight=4, startup_s=45.0) as kube:
         work = kube.it.model = Work(nap_s=4.0)
         await kube.it.group(n=8, max_attempts=1)
         await running(kube, 4)
@@ -420,7 +420,7 @@ async def api_away(cluster: Cluster, folder: Path) -> str:
 
 async def api_frozen(cluster: Cluster, folder: Path) -> str:
     """SIGSTOP for 60 s: connections stay open, nothing is answered."""
-    async with server(cluster, folder, in_flight=4, startup_s=20.0) as kube:
+    async with server(cluster, folder, in_flight=4, startup_s=45.0) as kube:
         work = kube.it.model = Work(nap_s=4.0)
         await kube.it.group(n=8, max_attempts=1)
         await running(kube, 4)
@@ -437,7 +437,7 @@ async def api_frozen(cluster: Cluster, folder: Path) -> str:
 
 async def etcd_killed(cluster: Cluster, folder: Path) -> str:
     """Killed and started again after 20 s: the API server answers, but knows nothing."""
-    async with server(cluster, folder, in_flight=4, startup_s=20.0) as kube:
+    async with server(cluster, folder, in_flight=4, startup_s=45.0) as kube:
         work = kube.it.model = Work(nap_s=4.0)
         await kube.it.group(n=8, max_attempts=1)
         await running(kube, 4)
