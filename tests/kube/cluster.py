@@ -127,9 +127,9 @@ class Cluster:
 
     def kill_containers(self, node: str) -> None:
         """SIGKILL everything that runs in the node's pods."""
-        for file in (_CGROUPS / "pids" / self._cgroup / node).rglob("cgroup.procs"):
-            for pid in file.read_text().split():
-                with contextlib.suppress(ProcessLookupError):
+        for folder, _, _ in os.walk(_CGROUPS / "pids" / self._cgroup / node):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                for pid in Path(folder, "cgroup.procs").read_text().split():
                     os.kill(int(pid), signal.SIGKILL)
 
     def inside(self, *command: str) -> str:
