@@ -49,6 +49,17 @@ async def test_one_answer_tells_whether_all_is_well(
         assert other.run is not None and other.run.name == "baseline"
         await api.refused(404, "not-found", "GET", "/api/v1/overview?run=absent")
 
+        # whoever steers sees it at once; the run that never ends is not the one that matters
+        await api.register()
+        changed = await api.http.patch(f"/api/v1/runs/{RUN}", json={"action": "pause", "in_flight": 5})
+        assert changed.status_code == 200
+        found = await ask(api, s.Overview, "/overview")
+        assert found.run is not None and (found.run.id, found.run.state) == (RUN, "paused")
+        assert found.in_flight == 5
+        await api.http.patch(f"/api/v1/runs/{RUN}", json={"action": "cancel"})
+        found = await ask(api, s.Overview, "/overview")
+        assert found.run is not None and found.run.name == "external"  # it has a rollout that goes on
+
 
 def facts(**changes: Any) -> Facts:
     run = s.RunView("r", "r", "train", "active", "", 1, {}, 0.0, None, {})

@@ -19,6 +19,7 @@ from forge_server.api.health import Probe
 from forge_server.client import schemas as s
 from forge_server.domain import ids
 from forge_server.domain.outcome import Outcome
+from forge_server.domain.run import EXTERNAL
 from forge_server.domain.states import AttemptState, PolicyState
 from forge_server.store import tables as t
 from forge_server.store.database import Store
@@ -157,12 +158,16 @@ def read(connection: Connection, run: str | None, now: float, policy: str) -> tu
 
 
 def _run(connection: Connection, run: str | None) -> Any:
+    """The run of rollouts that register themselves never ends: it comes last, unless it alone goes on."""
     if run is not None:
         return views.run_row(connection, run)
-    c = t.runs.c
-    going = sa.case((c.state.in_(("active", "paused")), 0), else_=1)
-    external = sa.case((c.kind == "record", 1), else_=0)
-    return connection.execute(sa.select(t.runs).order_by(going, external, c.id.desc()).limit(1)).first()
+    c, r = t.runs.c, t.rollouts.c
+    waits = sa.select(r.id).where(r.run_id == c.id, r.state != "ended").exists()
+    going = c.state.in_(("active", "paused"))
+    rank = sa.case(
+        (sa.and_(going, c.name != EXTERNAL), 0), (sa.and_(going, waits), 1), (c.name != EXTERNAL, 2), else_=3
+    )
+    return connection.execute(sa.select(t.runs).order_by(rank, c.id.desc()).limit(1)).first()
 
 
 def _recent(connection: Connection, now: float) -> tuple[int, dict[str, int]]:

@@ -313,6 +313,7 @@ class ForgeClient:
                 "GET",
                 "/api/v1/events",
                 params={k: v for k, v in params.items() if v is not None},
+                headers={"accept-encoding": "identity"},  # what is gathered for a frame would come late
                 timeout=timeout,
             ) as response:
                 if response.status_code >= 400:

@@ -42,7 +42,9 @@ def curve(
     low, high = min(known), max(known)
     if floor is not None:
         low = min(low, floor)
-    if high == low:
+    if high == low == floor:
+        high = low + 1
+    elif high == low:
         low, high = low - 0.5 * (abs(low) or 1), high + 0.5 * (abs(high) or 1)
     top, bottom = number(high), number(low)
     if top == bottom:

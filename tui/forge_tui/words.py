@@ -79,6 +79,11 @@ def reward(value: float | None) -> Span:
     return f"{value:.2f}", "good" if value >= 1 else "text" if value > 0 else "warn"
 
 
+def version(number: int | None) -> str:
+    """Of a policy; -1 is none."""
+    return "-" if number is None or number < 0 else f"v{number}"
+
+
 def short(id: str | None) -> str:
     """The end of an id: what tells it apart at a glance."""
     return "-" if not id else id[-8:]

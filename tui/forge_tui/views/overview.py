@@ -233,7 +233,10 @@ def _traffic(model: Model, found: Overview, width: int, tall: int) -> list[Line]
 def _loop(model: Model, found: Overview, width: int) -> list[Line]:
     trainer, policy = found.trainer, found.policy
     phase: Span = ("no trainer", "muted")
-    if trainer is not None:
+    over = found.run is not None and found.run.state not in ("active", "paused")
+    if trainer is not None and over:
+        phase = ("has left", "muted")
+    elif trainer is not None:
         phase = (
             f"{'▶' if trainer.alive else '✖'} {trainer.phase or 'starting'}",
             "info" if trainer.alive else "bad",

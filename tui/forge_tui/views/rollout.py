@@ -199,8 +199,8 @@ class RolloutScreen(Screen[None]):
         self.query_one("#segments", Grid).put(
             [Row(str(each.index), _segment(each)) for each in found],
             empty=f"no segments: {self.segments.fault} {self.segments.detail}".strip()
-            if self.segments is not None
-            else "nothing to cut yet",
+            if self.segments is not None and self.segments.fault
+            else "none of its calls is trained",
         )
 
     def _head(self, width: int) -> list[Line]:
@@ -262,7 +262,7 @@ class RolloutScreen(Screen[None]):
             (number(call.prompt_len), "text"),
             (number(call.completion_len), "text"),
             (call.finish_reason or "-", "muted"),
-            (f"v{call.policy_version}" if call.policy_version is not None else "-", "muted"),
+            (words.version(call.policy_version), "muted"),
             trained,
             (_lane(call.began_at, call.ended_at or last, first, last), "info"),
             (call.dialect, "muted"),
@@ -272,7 +272,10 @@ class RolloutScreen(Screen[None]):
     def _tokens_head(self) -> list[Line]:
         count = len(self.segments.segments) if self.segments is not None else 0
         if self.tokens is None or not self.tokens.ids:
-            return [[("no tokens" if not count else "reading…", "muted")], []]
+            return [
+                [("none of its calls is trained: there is no segment" if not count else "reading…", "muted")],
+                [],
+            ]
         first: Line = [(f"segment {self.at_segment + 1} of {count}  ", "text bold")]
         first += [(f"by {self.mode}: ", "muted"), *tokens.legend(self.tokens, self.mode)]
         texts = self.tokens.text or tokens.pieces(self.tokens)

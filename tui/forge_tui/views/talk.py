@@ -66,7 +66,7 @@ def heading(turn: Turn, call: CallView | None, agents: Sequence[str], width: int
         line += [
             (f"{number(call.prompt_len)}→{number(call.completion_len)} tokens ", "muted"),
             (f"{words.span_of(_seconds(call))} ", "text"),
-            (f"v{call.policy_version} " if call.policy_version is not None else "", "muted"),
+            (f"{words.version(call.policy_version)} ", "muted"),
             (f"{call.finish_reason or call.end or 'in flight'} ", "muted"),
         ]
         if call.untrainable:

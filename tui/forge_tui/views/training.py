@@ -102,12 +102,15 @@ def draw(model: Model, part: str, width: int, height: int) -> list[Line]:
 def _curves(model: Model, width: int, height: int) -> list[Line]:
     columns = max(1, min(3, width // 36))
     each = (width - GAP * (columns - 1)) // columns
-    tall = max(3, min(8, height // (-(-len(CURVES) // columns)) - 2))
+    known = [(title, model.series(source, name), style) for title, source, name, style in CURVES]
+    known = [each for each in known if any(value is not None for value in each[1])]
+    if not known:
+        return [[("This run has trained no step.", "muted")]]
+    tall = max(3, min(8, height // (-(-len(known) // columns)) - 2))
     out: list[Line] = []
-    for first in range(0, len(CURVES), columns):
+    for first in range(0, len(known), columns):
         blocks = []
-        for title, source, name, style in CURVES[first : first + columns]:
-            values = model.series(source, name)
+        for title, values, style in known[first : first + columns]:
             last = next((v for v in reversed(values) if v is not None), None)
             head = ink.rule(f"{title} {number(last)}", each)
             blocks.append(([head, *plot.curve(values, each, tall, style), []], each))
