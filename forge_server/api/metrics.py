@@ -13,7 +13,12 @@ Render = Callable[[], Awaitable[bytes]]
 
 
 def metrics_routes(render: Render, guard: Guard) -> list[Any]:
-    @get("/metrics", summary="Counters and gauges, in Prometheus's text format", guards=[guard], media_type=MEDIA_TYPE)
+    @get(
+        "/metrics",
+        summary="Counters and gauges, in Prometheus's text format",
+        guards=[guard],
+        media_type=MEDIA_TYPE,
+    )
     async def metrics() -> Response[bytes]:
         return Response(await render())
 
