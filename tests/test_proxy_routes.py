@@ -1,6 +1,7 @@
 """The listener: who may call, what is refused and how it is worded."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -393,7 +394,8 @@ async def test_an_error_after_keepalives_is_an_event_of_the_stream(database_url:
                 assert (await anext(lines)).startswith("data: {")
                 go.set()
                 rest = [line async for line in lines if line]
-        assert "engine_unavailable" in rest[-1]
+        error = json.loads(rest[-1].removeprefix("data: "))["error"]
+        assert (error["type"], error["code"]) == ("server_error", 503)
 
 
 async def test_a_json_answer_that_takes_long_keeps_its_status(database_url: str) -> None:
