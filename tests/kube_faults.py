@@ -462,6 +462,7 @@ async def kubelet_killed(cluster: Cluster, folder: Path) -> str:
     """The node is lost to the cluster, its containers live on: they are fenced off."""
     values = {"tolerations": TOLERATIONS}
     async with busy(cluster, folder, 4, nap_s=4.0, max_attempts=2, values=values) as (kube, work):
+        await kube.until_pods(lambda pods: all(p["status"]["phase"] == "Running" for p in pods))
         node = kube.pods()[0]["spec"]["nodeName"]
         there = sum(p["spec"]["nodeName"] == node for p in kube.pods())
         await asyncio.to_thread(cluster.kill, f"kubelet-{node}", hold=True)
@@ -481,6 +482,7 @@ async def node_dead(cluster: Cluster, folder: Path) -> str:
     """Kubelet and containers die at once, and no toleration makes the cluster act: the runner's silence is looked
     into, and is not held against the agent."""
     async with busy(cluster, folder, 4, nap_s=4.0, max_attempts=2, heartbeat_lost_s=40.0) as (kube, work):
+        await kube.until_pods(lambda pods: all(p["status"]["phase"] == "Running" for p in pods))
         node = kube.pods()[0]["spec"]["nodeName"]
         there = sum(p["spec"]["nodeName"] == node for p in kube.pods())
         await asyncio.to_thread(cluster.kill, f"kubelet-{node}", hold=True)
