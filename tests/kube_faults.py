@@ -21,7 +21,7 @@ from unittest import mock
 import sqlalchemy as sa
 from kube.cluster import Cluster
 from kube_cutter import cutter
-from kube_rig import KubeRig, apply, kube_rig, namespace
+from kube_rig import BUSYBOX, KubeRig, apply, kube_rig, namespace
 from runner_support import Reply, tool
 from scheduler_rig import CALL, script_spec, solve
 
@@ -481,22 +481,62 @@ async def kubelet_killed(cluster: Cluster, folder: Path) -> str:
 async def node_dead(cluster: Cluster, folder: Path) -> str:
     """Kubelet and containers die at once, and no toleration makes the cluster act: the runner's silence is looked
     into, and is not held against the agent."""
+    return await _dead(cluster, folder, untold=False)
+
+
+async def node_dead_early(cluster: Cluster, folder: Path) -> str:
+    """The same, but the kubelet had not yet told that the containers run. That it tells late cannot be forced, so what
+    it told before is put back."""
+    return await _dead(cluster, folder, untold=True)
+
+
+async def _dead(cluster: Cluster, folder: Path, *, untold: bool) -> str:
     async with busy(cluster, folder, 4, nap_s=4.0, max_attempts=2, heartbeat_lost_s=40.0) as (kube, work):
         await kube.until_pods(lambda pods: all(p["status"]["phase"] == "Running" for p in pods))
         node = kube.pods()[0]["spec"]["nodeName"]
-        there = sum(p["spec"]["nodeName"] == node for p in kube.pods())
+        there = [p["metadata"]["name"] for p in kube.pods() if p["spec"]["nodeName"] == node]
         await asyncio.to_thread(cluster.kill, f"kubelet-{node}", hold=True)
         try:
             await asyncio.to_thread(cluster.kill_containers, node)
-            await kube.it.until(lambda: len(ended_as(kube, "node_lost")) >= there, 120)
-            await running(kube, 4 + there, 90)
+            for name in there if untold else ():
+                cluster.call("PATCH", f"/api/v1/namespaces/{kube.namespace}/pods/{name}/status", _BEGINNING)
+            await kube.it.until(lambda: len(ended_as(kube, "node_lost")) >= len(there), 120)
+            await running(kube, 4 + len(there), 90)
             work.done = True
             found = await told(kube, 4, within=120)
         finally:
             await asyncio.to_thread(cluster.release, f"kubelet-{node}")
             await asyncio.to_thread(cluster.until_ready)
-        expect(found, {"node_lost": there, "completed": 4})
+        expect(found, {"node_lost": len(there), "completed": 4})
         return words(found)
+
+
+_UNREADY = {
+    "status": "False",
+    "reason": "ContainersNotReady",
+    "message": "containers with unready status: [runner]",
+}
+_BEGINNING = {
+    "status": {
+        "phase": "Pending",
+        "conditions": [
+            {"type": "Initialized", "status": "True"},
+            {"type": "Ready", **_UNREADY},
+            {"type": "ContainersReady", **_UNREADY},
+            {"type": "PodScheduled", "status": "True"},
+        ],
+        "containerStatuses": [
+            {
+                "name": "runner",
+                "state": {"waiting": {"reason": "PodInitializing"}},
+                "ready": False,
+                "restartCount": 0,
+                "image": BUSYBOX,
+                "imageID": "",
+            }
+        ],
+    }
+}
 
 
 async def too_many_requests(cluster: Cluster, folder: Path) -> str:
@@ -568,6 +608,7 @@ LONG: dict[str, Fault] = {
     "etcd killed, back after 20 s": etcd_killed,
     "kubelet killed, node lost": kubelet_killed,
     "node dead with its containers": node_dead,
+    "node dead before it told of them": node_dead_early,
     "our process killed, 20 pods up": server_killed_20,
     "429 for most creates": too_many_requests,
 }

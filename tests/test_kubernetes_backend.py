@@ -287,7 +287,8 @@ async def test_a_closer_look(tmp_path: Path) -> None:
         alive = await it.backend.look("at-1")
         assert alive.fact is None and alive.evidence["containers"] == [{"name": "runner", "running": True}]
         await it.api.status("at-1", conditions=[{"type": "Ready", "status": "False"}])
-        lost = await it.backend.look("at-1")
+        assert (await it.backend.look("at-1")).fact is None
+        lost = await it.backend.look("at-1", silent=True)
         assert lost.fact is Fact.NODE_LOST and lost.independent
         del it.api.pods["at-1"]  # and the watch does not tell
         lists = it.api.lists

@@ -259,6 +259,10 @@ def test_who_is_evicted_for_his_own_excess_is_no_victim(message: str, agents: bo
 
 
 def test_a_silent_node_explains_a_silent_runner() -> None:
+    untold = silent(
+        pod("Pending", waiting("PodInitializing"), conditions=(STOPPED,))
+    )  # though its runner has joined
+    assert untold is not None and untold.fact is Fact.NODE_LOST and untold.independent
     found = silent(pod("Running", RUNNING, conditions=(NODE_SILENT,)))
     assert found is not None and found.fact is Fact.NODE_LOST and found.independent
     assert silent(pod("Running", RUNNING, conditions=(READY,))) is None

@@ -62,7 +62,7 @@ class FakeBackend:
             raise ClusterError("the list failed", where="test")
         return frozenset(self.alive)
 
-    async def look(self, attempt_id: str) -> Look:
+    async def look(self, attempt_id: str, *, silent: bool = False) -> Look:
         if self.blind:
             raise ClusterError("nothing can be seen", where="test")
         if attempt_id not in self.alive:

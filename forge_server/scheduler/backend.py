@@ -93,9 +93,9 @@ class Backend(Protocol):
     async def running(self) -> frozenset[str]:
         """The attempts that something is running for. Raises ClusterError when that cannot be known."""
 
-    async def look(self, attempt_id: str) -> Look:
-        """Look afresh at an attempt that is silent, late or missing. Raises ClusterError when nothing can be
-        seen."""
+    async def look(self, attempt_id: str, *, silent: bool = False) -> Look:
+        """Look afresh at an attempt that is late or missing, or ``silent``: its runner had joined and is not heard
+        any more. Raises ClusterError when nothing can be seen."""
 
     async def close(self, grace_s: float) -> None:
         """Stop whatever must not outlive the server."""

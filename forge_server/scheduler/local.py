@@ -211,7 +211,7 @@ class LocalBackend:
     async def running(self) -> frozenset[str]:
         return frozenset(name for name, runner in self._runners.items() if runner.trial is None)
 
-    async def look(self, attempt_id: str) -> Look:
+    async def look(self, attempt_id: str, *, silent: bool = False) -> Look:
         if attempt_id in self._runners:
             return Look(evidence={"runner": "it runs"})
         return Look(evidence={"runner": "there is none"}, fact=Fact.PROCESS_GONE)

@@ -175,7 +175,10 @@ class Scheduler:
             self._startups_from = now + self._options.startup_s
         doubtful = []
         for passed in await self._lifecycle.due(self._options.heartbeat_lost_s):
-            if passed.clock not in (e.Clock.STARTUP, e.Clock.HEARTBEAT) or passed.attempt_id not in self._live:
+            if (
+                passed.clock not in (e.Clock.STARTUP, e.Clock.HEARTBEAT)
+                or passed.attempt_id not in self._live
+            ):
                 await self._lifecycle.apply(passed)
             elif passed.clock is e.Clock.HEARTBEAT or not (
                 passed.attempt_id in self._launching or now < self._startups_from
@@ -183,7 +186,8 @@ class Scheduler:
                 doubtful.append(passed)
         for passed in doubtful:
             try:
-                look = await self._backend.look(passed.attempt_id)
+                silent = passed.clock is e.Clock.HEARTBEAT
+                look = await self._backend.look(passed.attempt_id, silent=silent)
             except ClusterError as error:
                 log.warning("nothing is concluded while the backend is blind", error=str(error))
                 return

@@ -277,7 +277,7 @@ class KubernetesBackend:
                 self._insist(found[attempt_id])
         return frozenset((found.keys() - self._kept) | self._launching)
 
-    async def look(self, attempt_id: str) -> Look:
+    async def look(self, attempt_id: str, *, silent: bool = False) -> Look:
         if attempt_id in self._told:
             return Look(evidence={"pod": "its end is being written down"})
         try:
@@ -287,7 +287,9 @@ class KubernetesBackend:
         if pod is None:
             finding: Finding | None = pods_of.vanished(self._cache.found.get(attempt_id))
         else:
-            finding = pods_of.judge(pod, self._waited(pod), self._options.limits) or pods_of.silent(pod)
+            finding = pods_of.judge(pod, self._waited(pod), self._options.limits)
+            if finding is None and silent:
+                finding = pods_of.silent(pod)
         if (pod is None) == (attempt_id in self._cache.found):
             self._cache.relist()  # the watch has gone silent: it does not show what there is
         if finding is None:

@@ -168,10 +168,17 @@ def find(pod: Pod, now: float, limits: Limits, *, ours: bool) -> Finding | None:
 
 
 def silent(pod: Pod) -> Finding | None:
-    """What explains that nothing is heard of a pod that looks alive: its node does not answer either.
+    """What explains that nothing is heard any more of a pod whose runner had joined: its node is not heard either.
 
-    A container that runs is not ready only if the node's controller says so; the kubelet has a reason for it.
+    Of a runner that has joined the kubelet would have told by now. A container that runs is not ready only if the
+    node's controller says so; the kubelet has a reason for it.
     """
+    if pod.status.phase == "Pending":
+        return _finding(pod, Fact.NODE_LOST)
+    return _unready(pod)
+
+
+def _unready(pod: Pod) -> Finding | None:
     ready = next((c for c in pod.status.conditions if c.type == "Ready"), None)
     alive = any(c.state.running is not None for c in pod.status.container_statuses)
     if alive and ready is not None and ready.status != "True" and ready.reason != "ContainersNotReady":
@@ -261,7 +268,7 @@ def _disrupted(pod: Pod) -> Finding | None:
         return _finding(pod, Fact.UNSCHEDULABLE)
     if pod.metadata.deletion_timestamp is None:
         return None
-    return silent(pod) or _finding(pod, Fact.POD_LOST)
+    return _unready(pod) or _finding(pod, Fact.POD_LOST)
 
 
 def _ended(pod: Pod) -> Finding | None:
