@@ -617,7 +617,9 @@ class Server:
         if (pods := self.pods) is not None:
 
             async def cluster() -> Check:
-                return Check("cluster", not pods.blind, pods.trouble or pods.full or "pods are seen and can be made")
+                return Check(
+                    "cluster", not pods.blind, pods.trouble or pods.full or "pods are seen and can be made"
+                )
 
             probes.append(cluster)
         return probes

@@ -31,7 +31,6 @@ from forge_server.app import Server, running
 from forge_server.client.http import ForgeClient
 from forge_server.client.schemas import TaskCreate
 from forge_server.domain.events import EventRow
-from forge_server.domain.run import RunSettings
 from forge_server.domain.sample import Sample
 from forge_server.domain.states import CallEnd, Delivery, PolicyState
 from forge_server.export import reports
@@ -311,14 +310,14 @@ class Lab:
             "max_completion_tokens": 8192,
         }
         plain["forwarding"] = settings.pop("forwarding", self.forwarding)
-        if "forwarding" not in RunSettings.__struct_fields__:
-            del plain["forwarding"]
         began = time.monotonic()
         with Lookups().noted() as lookups:
             run = self.client.create_run(plain | settings)
             over = self._ended.setdefault(run.id, threading.Event())
             assert over.wait(max_seconds + PATIENCE), f"the run never ended\n{self._logs(run.id)}"
-        return self._result(run.name, time.monotonic() - began, lookups)
+        result = self._result(run.name, time.monotonic() - began, lookups)
+        assert lookups.listening.is_set() or not result.calls, "no sandbox was found to listen in"
+        return result
 
     def export(self, folder: Path) -> int:
         """Have a further version of the weights: a checkpoint in ``folder``, for ``swap``; its number. The lab must

@@ -2,7 +2,8 @@
 
 A sandbox has no network but a loopback of its own and no resolv.conf, so that every resolver in it asks
 127.0.0.1:53. As root we enter the network namespace of the first sandbox that appears among this process's
-descendants, listen there, note each name that is asked for and say that there is none.
+descendants (what else lives in a namespace of its own, like a cluster's pods, was there before), listen there, note
+each name that is asked for and say that there is none.
 """
 
 import contextlib
@@ -27,9 +28,11 @@ class Lookups:
         self.listening = threading.Event()
         self._stop, self._stopped = os.pipe()
         self._over = threading.Event()
+        self._others: set[int | None] = {None}
 
     @contextlib.contextmanager
     def noted(self) -> Iterator["Lookups"]:
+        self._others |= {_namespace(pid) for pid in (os.getpid(), *_descendants(os.getpid()))}
         # the thread never comes back from the namespace that it enters, so it is a thread of its own
         thread = threading.Thread(target=self._live, name="lookups", daemon=True)
         thread.start()
@@ -42,10 +45,9 @@ class Lookups:
             os.close(self._stop)
 
     def _live(self) -> None:
-        ours = _namespace(os.getpid())
         while not self._over.wait(_POLL_S):
             for pid in _descendants(os.getpid()):
-                if _namespace(pid) in (ours, None):
+                if _namespace(pid) in self._others:
                     continue
                 with contextlib.suppress(OSError):  # not ready yet, or gone already
                     with _listener(pid) as sock:

@@ -264,7 +264,7 @@ async def begin(pool: EnginePool, url: str, tokens: int) -> list[asyncio.Task[Ch
     ]
     async with asyncio.timeout(60):
         while await metric(url, "num_requests_running") < 1:
-            assert not any(call.done() for call in calls)
+            assert not (over := [call.result() for call in calls if call.done()]), over
     return calls
 
 

@@ -18,7 +18,9 @@ from forge_server.settings import EngineSettings
 pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(300)]
 
 
-@pytest.mark.parametrize(("harness", "which", "dialect"), [("codex", 1, "responses"), ("claude-code", 2, "messages")])
+@pytest.mark.parametrize(
+    ("harness", "which", "dialect"), [("codex", 1, "responses"), ("claude-code", 2, "messages")]
+)
 async def test_the_documented_command(harness: str, which: int, dialect: str, tmp_path: Path) -> None:
     script = examples("sh")[which]
     spec = spec_of(harness)

@@ -22,8 +22,8 @@ from test_kubernetes_templates import GOLDEN
 pytestmark = pytest.mark.kubernetes
 
 PLURALS = {"NetworkPolicy": "networkpolicies"}
-LATER = {"Job": "completionMode"}
-"""Fields that 1.20 does not know, and drops."""
+LATER = {"Job": ("completionMode",), "Pod": (".image.reference", ".image.pullPolicy")}
+"""Fields that 1.20 does not know, and drops; a server of ours asks before it counts on the image volumes."""
 
 TOML = """
 [server]
@@ -53,8 +53,8 @@ def test_a_real_cluster_takes_every_rendered_document(cluster: Cluster) -> None:
                 document["metadata"]["name"] += "-dry"
                 kept = _rehearse(cluster, name, document)
                 lost = [path for path in _paths(document) if path not in set(_paths(kept))]
-                known = LATER.get(document["kind"])
-                assert [path for path in lost if not known or known not in path] == [], file.name
+                later = LATER.get(document["kind"], ())
+                assert [path for path in lost if not path.endswith(later)] == [], file.name
                 seen.add(document["kind"])
         assert len(seen) >= 12
 

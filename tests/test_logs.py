@@ -9,7 +9,7 @@ import structlog
 
 from forge_server import logs
 from forge_server.domain.events import EventRow
-from forge_server.services.event_lines import log_event
+from forge_server.services import event_lines
 
 
 @pytest.fixture(autouse=True)
@@ -43,14 +43,23 @@ def test_lines_go_to_where_stderr_is_now(capsys: pytest.CaptureFixture[str]) -> 
     assert '"event": "told"' in line and '"n": 1' in line
 
 
-def test_state_changes_are_lines_with_their_ids(capsys: pytest.CaptureFixture[str]) -> None:
+def test_state_changes_are_lines_with_their_ids(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     logs.configure("info", "json")
+    monkeypatch.setattr(
+        event_lines, "log", structlog.get_logger()
+    )  # a logger keeps how it was first configured
     ids = {"run_id": "ru-1", "rollout_id": "ro-1", "attempt_id": "at-1"}
     for number, (kind, outcome) in enumerate(
         [("attempt_running", ""), ("attempt_ended", "completed"), ("attempt_ended", "infra_failure")]
     ):
-        log_event(EventRow(id=number, at=1.0, kind=kind, data={"outcome": outcome, "kind": "ok"}, **ids))
-    log_event(EventRow(id=9, at=1.0, kind="run_paused", data={"reason": "no_signal"}, run_id="ru-1"))
+        event_lines.log_event(
+            EventRow(id=number, at=1.0, kind=kind, data={"outcome": outcome, "kind": "ok"}, **ids)
+        )
+    event_lines.log_event(
+        EventRow(id=9, at=1.0, kind="run_paused", data={"reason": "no_signal"}, run_id="ru-1")
+    )
     lost, paused = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     assert (lost["level"], lost["event"], lost["outcome"]) == ("warning", "attempt_ended", "infra_failure")
     assert (lost["run"], lost["rollout"], lost["attempt"]) == ("ru-1", "ro-1", "at-1")

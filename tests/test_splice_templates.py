@@ -148,7 +148,9 @@ def test_an_answer_that_was_cut_off_is_closed_as_context(said: str | list[int], 
     if spliced:
         [sample] = world.cover().samples
         at = first.call.prompt.size + first.call.completion.size
-        assert qwen3().end_id in sample.tokens[at : at + 4].tolist() and not sample.loss_mask[at : at + 4].any()
+        assert (
+            qwen3().end_id in sample.tokens[at : at + 4].tolist() and not sample.loss_mask[at : at + 4].any()
+        )
 
 
 async def test_what_is_found_out_about_a_template() -> None:

@@ -64,7 +64,9 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     steps: int = 100  # batches trained (train), rounds of groups (record); an eval run is one round
     groups: int = 8  # groups per step
     n: int = 8  # rollouts per group
-    oversample: int = 0  # further rollouts per group: with n valid ones the rest is cancelled; favours short ones
+    oversample: int = (
+        0  # further rollouts per group: with n valid ones the rest is cancelled; favours short ones
+    )
     mode: Literal["sync", "async"] = "sync"
 
     # how each attempt is sampled and bounded
@@ -114,7 +116,9 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 "keep_reasoning needs forwarding splice or auto: a recorded prompt is the engine's"
             )
         if self.kind == "eval" and self.oversample:
-            raise ValueError("an evaluation run takes no oversample: the quick rollouts alone would be measured")
+            raise ValueError(
+                "an evaluation run takes no oversample: the quick rollouts alone would be measured"
+            )
         if self.kind == "train":
             if self.n < 2:
                 raise ValueError("n must be at least 2 in a training run: one rollout has no baseline")
