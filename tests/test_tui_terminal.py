@@ -58,6 +58,10 @@ class Tmux:
             assert time.monotonic() < end, shown
             time.sleep(0.05)
 
+    def pid(self) -> int:
+        """The process of the window: its shell, or what that has become."""
+        return int(self._run("display-message", "-p", "#{pane_pid}"))
+
     def close(self) -> None:
         self._run("kill-server")
 

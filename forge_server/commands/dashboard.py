@@ -5,8 +5,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -27,14 +27,16 @@ class ServerFailed(ForgeError):
     type = "server-failed"
 
 
-def watch(url: str | None, key: str | None, light: bool = False) -> None:
-    """Raises ConfigError."""
+def watch(
+    url: str | None, key: str | None, light: bool = False, abandon: Callable[[], None] = lambda: None
+) -> None:
+    """Raises ConfigError; SystemExit when the dashboard failed or had to end."""
     from forge_tui.app import main
 
     terminal = sys.stdin.isatty() and sys.stderr.isatty()  # Textual paints on stderr
     if not terminal and "TEXTUAL_DRIVER" not in os.environ:  # which a browser brings (textual-serve)
         raise ForgeError("the dashboard needs a terminal", mend="`forge-server run show RUN` prints instead")
-    main(url, key, light=light)
+    main(url, key, light=light, abandon=abandon)
 
 
 def up(config: str | None) -> None:
@@ -52,7 +54,7 @@ def up(config: str | None) -> None:
     with _server(config, log) as process:
         url = _address(process, settings.data_dir, log)
         key = settings.security.admin_key or (settings.data_dir / "admin.key").read_text().strip()
-        watch(url, key)
+        watch(url, key, abandon=process.terminate)
         code = process.poll()
     if code:
         raise ServerFailed(f"it ended with {code}", where=str(log), mend=_tail(log))
@@ -77,7 +79,8 @@ def _server(config: str | None, log: Path) -> Iterator["subprocess.Popen[bytes]"
     finally:
         if process.poll() is None:
             process.terminate()
-            print("stopping the server; ctrl+c ends it at once", file=sys.stderr)
+            with suppress(OSError):  # the terminal may be gone
+                print("stopping the server; ctrl+c ends it at once", file=sys.stderr)
             try:
                 process.wait(STOP_S)
             except (subprocess.TimeoutExpired, KeyboardInterrupt):

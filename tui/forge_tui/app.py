@@ -6,6 +6,7 @@ comes from ``clock`` (what is shown) and ``monotonic`` (what is due), so that te
 """
 
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
@@ -24,7 +25,7 @@ from forge_server import __version__
 from forge_server.client.http import ApiError, ForgeClient, ServerUnreachable, WrongServer
 from forge_server.client.schemas import EventView, RunPatch
 from forge_server.domain.errors import ForgeError, Unauthorized
-from forge_tui import palette, words
+from forge_tui import ending, palette, words
 from forge_tui.dialogs import Ask, Confirm, Help, Pick
 from forge_tui.feed import Asker, Feed
 from forge_tui.grid import Grid
@@ -528,8 +529,15 @@ def own_bindings(holder: type) -> list[Binding]:
     return [b for base in ours for b in vars(base).get("BINDINGS", ()) if isinstance(b, Binding)]
 
 
-def main(url: str | None, key: str | None, *, light: bool = False) -> None:
-    """Run the dashboard in this terminal until it is left. Raises ConfigError."""
+def main(
+    url: str | None, key: str | None, *, light: bool = False, abandon: Callable[[], None] = lambda: None
+) -> None:
+    """Run the dashboard in this terminal until it is left. Raises ConfigError, and SystemExit when it failed or had to
+    end. ``abandon`` is called when the process has to end without any more ado."""
     os.environ.setdefault("COLORTERM", "truecolor")
     with ForgeClient(url, key, timeout_s=20.0) as client:
-        ForgeApp(client, theme="forge-light" if light else "forge-dark").run()
+        app = ForgeApp(client, theme="forge-light" if light else "forge-dark")
+        with ending.watched(lambda code: app.exit(return_code=code), abandon):
+            app.run()
+    if app.return_code:
+        sys.exit(app.return_code)

@@ -7,8 +7,9 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Literal, TypeVar
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, Literal, TypeVar
 
 from forge_server.client.http import ApiError, EventStream, ForgeClient, WrongServer
 from forge_server.client.schemas import EventView
@@ -95,13 +96,33 @@ class Feed:
 
 
 class Asker:
-    """Runs calls of the (blocking) client in a few threads."""
+    """Runs calls of the (blocking) client in a few threads. Leaving does not wait for their answers."""
 
     def __init__(self, threads: int = 3) -> None:
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="ask")
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"ask_{i}", daemon=True) for i in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     async def __call__(self, fn: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, fn)
+        answer: Future[T] = Future()
+        self._calls.put((answer, fn))
+        return await asyncio.wrap_future(answer)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for _ in self._threads:
+            self._calls.put(None)
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            answer, fn = call
+            if not answer.set_running_or_notify_cancel():
+                continue
+            try:
+                found = fn()
+            except BaseException as error:  # to whoever asked
+                answer.set_exception(error)
+            else:
+                answer.set_result(found)
