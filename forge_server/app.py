@@ -51,6 +51,7 @@ from forge_server.controller.policies import Policies
 from forge_server.controller.rounds import Rounds
 from forge_server.controller.runs import Runs
 from forge_server.controller.steps import Steps
+from forge_server.controller.steering import Steering
 from forge_server.controller.swap import Swapper
 from forge_server.controller.trainer_link import TrainerLink
 from forge_server.domain import events as e
@@ -417,6 +418,11 @@ class Server:
             settings.engine.policy,
         )
 
+        self.steering = Steering(
+            self.store,
+            self.lifecycle,
+            lambda run: check_harnesses(run, self.specs, imageless(settings, self.specs)),
+        )
     async def _backend(self) -> Backend:
         """Where attempts run. Raises ConfigError."""
         settings = self.settings
@@ -548,6 +554,7 @@ class Server:
                     lambda: self.scheduler.in_flight,
                     self.settings.engine.policy,
                     self.settings.scheduler.breaker,
+                    self.steering,
                 ),
                 *catalog_routes(
                     self.store,

@@ -164,15 +164,45 @@ _run_action("cancel", "End a run and everything in it.")
 @click.option(
     "--in-flight",
     type=click.IntRange(0, 100_000),
-    required=True,
     help="N, for all runs of the server together.",
 )
+@click.option(
+    "--harness",
+    "harnesses",
+    metavar="NAME=WEIGHT",
+    multiple=True,
+    help="Draw groups in this one; repeat it for a mixture.",
+)
 @_url
-def run_set(run_name: str, in_flight: int, url: str | None, key: str | None) -> None:
-    """Change the number of attempts in flight, now and for later starts."""
+def run_set(
+    run_name: str, in_flight: int | None, harnesses: tuple[str, ...], url: str | None, key: str | None
+) -> None:
+    """Change the number of attempts in flight, or the mixture of harnesses, now and for later starts."""
     from forge_server.commands import runs
 
-    runs.set_in_flight(run_name, in_flight, url, key)
+    if in_flight is None and not harnesses:
+        raise click.UsageError("nothing is to be changed; give --in-flight N or --harness NAME=WEIGHT")
+    runs.change(run_name, in_flight, harnesses, url, key)
+
+
+@run.command("evaluate")
+@click.argument("run_name", metavar="RUN")
+@_url
+def run_evaluate(run_name: str, url: str | None, key: str | None) -> None:
+    """Measure the live policy now, as [run.eval] says."""
+    from forge_server.commands import runs
+
+    runs.evaluate(run_name, url, key)
+
+
+@run.command("checkpoint")
+@click.argument("run_name", metavar="RUN")
+@_url
+def run_checkpoint(run_name: str, url: str | None, key: str | None) -> None:
+    """Save the trainer's full state with its next step, whatever save_every says."""
+    from forge_server.commands import runs
+
+    runs.checkpoint(run_name, url, key)
 
 
 # --- rollout -----------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from forge_server.controller.loop import Controller
 from forge_server.controller.policies import Policies
 from forge_server.controller.rounds import Rounds
 from forge_server.controller.runs import Runs
+from forge_server.controller.steering import Steering
 from forge_server.controller.steps import Steps
 from forge_server.controller.swap import Swapper
 from forge_server.controller.trainer_link import TrainerLink
@@ -364,6 +365,7 @@ class World:
             leave_s=0.0,
         )
         self.runs = Runs(store, self.lifecycle, "default", self.controller.follow)
+        self.steering = Steering(store, self.lifecycle, lambda run: None)
         self.secret = b""
         self.url = ""
 

@@ -19,6 +19,8 @@ ADMIN = [
     ("POST", "/api/v1/runs"),
     ("GET", "/api/v1/runs/x"),
     ("PATCH", "/api/v1/runs/x"),
+    ("POST", "/api/v1/runs/x/evaluate"),
+    ("POST", "/api/v1/runs/x/checkpoint"),
     ("GET", "/metrics"),
     ("GET", "/api/v1/runs/x/metrics"),
     ("GET", "/api/v1/runs/x/cost"),

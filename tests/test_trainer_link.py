@@ -101,13 +101,13 @@ def test_a_batch_is_waited_for_and_its_digest_checked(server: Scripted, link: Li
     assert server.calls[0][:2] == ("GET", "/trainer/batches/4?session=token")
 
 
-def test_a_heartbeat_tells_what_may_be_pruned_and_when_to_stop(server: Scripted, link: Link) -> None:
+def test_a_heartbeat_tells_what_may_be_pruned_what_to_save_and_when_to_stop(server: Scripted, link: Link) -> None:
     server.answers = [
-        (200, {}, b'{"action": "continue", "acked_step": 2}'),
-        (200, {}, b'{"action": "stop", "acked_step": 3}'),
+        (200, {}, b'{"action": "continue", "acked_step": 2, "save": "w"}'),
+        (200, {}, b'{"action": "stop", "acked_step": 3, "save": ""}'),
     ]
     link.enter("training", 3)
-    assert (link.acked_step, link.stop.is_set()) == (2, False)
+    assert (link.acked_step, link.save, link.stop.is_set()) == (2, "w", False)
     link.beat()
-    assert (link.acked_step, link.stop.is_set()) == (3, True)
+    assert (link.acked_step, link.save, link.stop.is_set()) == (3, "", True)
     assert server.calls[1][2] == {"session": "token", "phase": "training", "step": 3}

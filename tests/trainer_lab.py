@@ -101,6 +101,8 @@ class FakeServer:
         self.send_back_to = 10**6
         self.acked_step = 0
         self.acknowledge = True
+        self.save = ""
+        self.saved: dict[int, str] = {}
         self.sessions: list[dict[str, Any]] = []
         self.phases: list[tuple[str, int]] = []
         self.metrics: dict[int, dict[str, float]] = {}
@@ -149,7 +151,8 @@ class FakeServer:
         if path == "heartbeat":
             self.phases.append((body["phase"], body["step"]))
             status = self._event("heartbeat", body["phase"], body["step"])
-            return status or 200, json.dumps({"action": "continue", "acked_step": self.acked_step}).encode()
+            reply = {"action": "continue", "acked_step": self.acked_step, "save": self.save}
+            return status or 200, json.dumps(reply).encode()
         if path.startswith("batches/"):
             k = int(path.split("/")[1])
             self.served.append(k)
@@ -157,6 +160,9 @@ class FakeServer:
         if path.startswith("steps/"):
             k = int(path.split("/")[1])
             self.metrics[k] = body["metrics"]
+            if body["saved"]:
+                self.saved[k] = body["saved"]
+                self.save = ""
             return self._event("metrics", k) or 200, b"{}"
         if path == "checkpoints":
             status = self._event("checkpoints", body["k"])

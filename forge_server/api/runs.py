@@ -1,6 +1,6 @@
-"""Runs: create, list, show; pause, resume, cancel, set N; metrics."""
+"""Runs: create, list, show; pause, resume, cancel, set N or the mixture; evaluate and save now; metrics."""
 
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Annotated, Any, Protocol
 
 from litestar import get, patch, post
@@ -29,6 +29,18 @@ class Runs(Protocol):
     async def cancel(self, run_id: str) -> None: ...
 
 
+class Steering(Protocol):
+    """What a person asks of a run that goes on. Each raises NotFound, and Conflict saying why it cannot be."""
+
+    async def mix(self, run_id: str, weights: Mapping[str, float]) -> None:
+        """Raises InvalidRequest and SpecError, too."""
+
+    async def evaluate(self, run_id: str) -> s.EvaluationAsked:
+        """Raises TaskError, too."""
+
+    async def save(self, run_id: str) -> s.SaveAsked: ...
+
+
 def check_harnesses(run: RunSettings, known: Collection[str], imageless: Collection[str] = ()) -> None:
     """Raises SpecError naming a harness of the run that there is no spec for, or no image where one is needed."""
     for name, _ in run.mixture:
@@ -49,6 +61,7 @@ def check_harnesses(run: RunSettings, known: Collection[str], imageless: Collect
 def run_routes(
     store: Store,
     runs: Runs,
+    steering: Steering,
     harnesses: Collection[str],
     idempotency: Idempotency,
     set_in_flight: Callable[[int], Awaitable[None]],
@@ -72,11 +85,13 @@ def run_routes(
     async def show(run: FromPath[str]) -> s.RunView:
         return await view(run)
 
-    @patch("/runs/{run:str}", summary="Pause, resume, cancel, or set the number in flight")
+    @patch("/runs/{run:str}", summary="Pause, resume, cancel; set the number in flight or the mixture")
     async def change(run: FromPath[str], data: JSONBody[s.RunPatch]) -> s.RunView:
-        if data.action is None and data.in_flight is None:
-            raise InvalidRequest("nothing is to be changed", mend="give action or in_flight")
+        if data.action is None and data.in_flight is None and data.harnesses is None:
+            raise InvalidRequest("nothing is to be changed", mend="give action, in_flight or harnesses")
         found = (await view(run)).id
+        if data.harnesses is not None:
+            await steering.mix(found, data.harnesses)
         if data.action == "pause":
             await runs.pause(found, "paused by a person")
         elif data.action == "resume":
@@ -87,6 +102,22 @@ def run_routes(
             await set_in_flight(data.in_flight)
         return await view(found)
 
+    @post("/runs/{run:str}/evaluate", summary="Evaluate the live policy now", status_code=200)
+    async def evaluate(run: FromPath[str], idempotency_key: IdempotencyKey = None) -> s.EvaluationAsked:
+        found = (await view(run)).id
+        route = f"POST /runs/{found}/evaluate"
+        return await idempotency.run(idempotency_key, route, None, lambda: steering.evaluate(found))
+
+    @post(
+        "/runs/{run:str}/checkpoint",
+        summary="Save the trainer's full state with its next step",
+        status_code=200,
+    )
+    async def checkpoint(run: FromPath[str], idempotency_key: IdempotencyKey = None) -> s.SaveAsked:
+        found = (await view(run)).id
+        route = f"POST /runs/{found}/checkpoint"
+        return await idempotency.run(idempotency_key, route, None, lambda: steering.save(found))
+
     @get("/runs/{run:str}/metrics", summary="Metrics of every step, by source")
     async def metrics(
         run: FromPath[str], since: Annotated[int, QueryParameter(ge=0)] = 0
@@ -96,4 +127,4 @@ def run_routes(
     async def view(run: str) -> s.RunView:
         return await store.read(lambda c: views.run_view(c, views.run_row(c, run)))
 
-    return [create, listing, show, change, metrics]
+    return [create, listing, show, change, evaluate, checkpoint, metrics]

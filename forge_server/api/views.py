@@ -208,6 +208,7 @@ def run_view(connection: Connection, row: Any, by_kind: Sequence[tuple[Any, ...]
     for state, outcome, _, count in counts_of(connection, row.id) if by_kind is None else by_kind:
         key = outcome if state == "ended" and outcome else state
         counts[key] = counts.get(key, 0) + count
+    asked = {"evaluation": row.evaluation_asked, "save": row.save_asked is not None}
     return s.RunView(
         id=row.id,
         name=row.name,
@@ -219,6 +220,8 @@ def run_view(connection: Connection, row: Any, by_kind: Sequence[tuple[Any, ...]
         created_at=row.created_at,
         ended_at=row.ended_at,
         rollouts=counts,
+        harnesses=row.mixture or row.settings.get("harnesses") or {row.settings["harness"]: 1.0},
+        asked=[name for name, pending in asked.items() if pending] if row.ended_at is None else [],
     )
 
 

@@ -222,6 +222,14 @@ class ForgeClient:
     def patch_run(self, id_or_name: str, patch: s.RunPatch) -> s.RunView:
         return self.call("PATCH", f"/api/v1/runs/{_word(id_or_name)}", s.RunView, patch)
 
+    def evaluate_run(self, id_or_name: str) -> s.EvaluationAsked:
+        """Have the live policy measured now."""
+        return self.call("POST", f"/api/v1/runs/{_word(id_or_name)}/evaluate", s.EvaluationAsked, {})
+
+    def checkpoint_run(self, id_or_name: str) -> s.SaveAsked:
+        """Have the trainer save its full state with its next step."""
+        return self.call("POST", f"/api/v1/runs/{_word(id_or_name)}/checkpoint", s.SaveAsked, {})
+
     def metrics(self, run: str, since: int = 0) -> list[s.StepMetrics]:
         """Of the steps from ``since`` on."""
         return self.call("GET", f"/api/v1/runs/{_word(run)}/metrics", list[s.StepMetrics], since=since)

@@ -39,10 +39,29 @@ class RunCreate(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class RunPatch(msgspec.Struct, forbid_unknown_fields=True):
-    """``in_flight`` sets N of the scheduler."""
+    """``in_flight`` sets N of the scheduler, ``harnesses`` the weights of the harnesses that groups are drawn in from
+    now on."""
 
     action: Literal["pause", "resume", "cancel"] | None = None
     in_flight: Annotated[int, msgspec.Meta(ge=0, le=100_000)] | None = None
+    harnesses: dict[HarnessName, float] | None = None
+
+
+class EvaluationAsked(msgspec.Struct):
+    """The round that is run now: ``tasks`` of a split, ``k`` rollouts each, under the live ``version`` of ``step``."""
+
+    version: int
+    step: int
+    split: str
+    tasks: int
+    k: int
+
+
+class SaveAsked(msgspec.Struct):
+    """``asked``: the trainer is told to save its state; if not, ``detail`` says why it need not be."""
+
+    asked: bool
+    detail: str
 
 
 class RunView(msgspec.Struct):
@@ -57,6 +76,10 @@ class RunView(msgspec.Struct):
     ended_at: float | None
     rollouts: dict[str, int]
     """Counts by state, and of the ended ones by outcome."""
+    harnesses: dict[str, float] = {}
+    """Weights in force: those of the settings, or what a person set since."""
+    asked: list[str] = []
+    """What a person asked for and is still to come: ``evaluation``, ``save``."""
 
 
 class TaskCreate(msgspec.Struct, forbid_unknown_fields=True):

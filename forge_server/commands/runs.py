@@ -1,5 +1,6 @@
 """``forge-server run …``"""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -9,6 +10,7 @@ from forge_server.client.schemas import RunPatch
 from forge_server.commands import cost
 from forge_server.commands import show as out
 from forge_server.commands.source import reading
+from forge_server.domain import mixture
 
 COLUMNS = ("name", "id", "kind", "state", "step", "rollouts", "reason")
 
@@ -42,10 +44,26 @@ def show(run: str, url: str | None, key: str | None, as_json: bool, with_cost: b
         cost.show(spent)
 
 
-def set_in_flight(run: str, n: int, url: str | None, key: str | None) -> None:
+def change(run: str, n: int | None, harnesses: Sequence[str], url: str | None, key: str | None) -> None:
+    weights = mixture.read(harnesses) or None
     with ForgeClient(url, key) as client:
-        client.patch_run(run, RunPatch(in_flight=n))
+        view = client.patch_run(run, RunPatch(in_flight=n, harnesses=weights))
+    if weights:
+        out.console.print(f"{view.name}  groups are drawn in {mixture.shares(view.harnesses)} from now on")
+    if n is not None:
         out.console.print(f"{n} attempts in flight, of all runs together")
+
+
+def evaluate(run: str, url: str | None, key: str | None) -> None:
+    with ForgeClient(url, key) as client:
+        found = client.evaluate_run(run)
+    what = f"{found.tasks} tasks of split {found.split}, {found.k} rollouts each"
+    out.console.print(f"{run}  version {found.version} of step {found.step} is measured: {out.text(what)}")
+
+
+def checkpoint(run: str, url: str | None, key: str | None) -> None:
+    with ForgeClient(url, key) as client:
+        out.console.print(f"{run}  {client.checkpoint_run(run).detail}")
 
 
 def act(run: str, action: Literal["pause", "resume", "cancel"], url: str | None, key: str | None) -> None:

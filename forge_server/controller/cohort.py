@@ -50,9 +50,7 @@ class Cohorts:
 
     async def trained(self, run_id: str) -> int:
         """The last batch that the trainer is through with; 0 before the first."""
-        c = t.batches.c
-        query = sa.select(sa.func.max(c.k)).where(c.run_id == run_id, c.trained_at.is_not(None))
-        return await self._store.read(lambda connection: connection.execute(query).scalar_one()) or 0
+        return await self._store.read(lambda connection: last_trained(connection, run_id))
 
     async def draw(
         self, run_id: str, settings: RunSettings, mode: Mode, step: int, round: int, count: int, version: int
@@ -64,9 +62,9 @@ class Cohorts:
 
         def plan(connection: Connection) -> list[GroupCreated]:
             tasks = ready_tasks(connection, settings.taskset, settings.split, settings.tasks)
-            used, of_task = _drawn(connection, run_id, mode)
+            ever, used, of_task = _drawn(connection, run_id, mode)
             groups = []
-            times = {name: of_task[task_id].total() for name, task_id in tasks.items()}
+            times = {name: ever[task_id] for name, task_id in tasks.items()}
             for name in draw_tasks(list(tasks), times, settings.seed, count):
                 harness = draw_harness(settings.mixture, used, of_task[tasks[name]])
                 used[harness] += 1
@@ -139,6 +137,13 @@ class Cohorts:
                 raise Conflict(f"the run takes no more groups ({applied.refusal})", where=group.run_id)
 
 
+def last_trained(connection: Connection, run_id: str) -> int:
+    """The last batch that the run's trainer is through with; 0 before the first."""
+    c = t.batches.c
+    query = sa.select(sa.func.max(c.k)).where(c.run_id == run_id, c.trained_at.is_not(None))
+    return connection.execute(query).scalar_one() or 0
+
+
 def ready_tasks(
     connection: Connection, taskset: str, split: str, names: Sequence[str] = ()
 ) -> dict[str, str]:
@@ -158,18 +163,23 @@ def ready_tasks(
 
 def _drawn(
     connection: Connection, run_id: str, mode: Mode
-) -> tuple[Counter[str], defaultdict[str, Counter[str]]]:
-    """How often the run used each harness so far, and how often for each task id, in groups."""
+) -> tuple[Counter[str], Counter[str], defaultdict[str, Counter[str]]]:
+    """How often the run drew each task id so far, in groups; how often it used each harness since its mixture was
+    set, and how often for each task id. What was drawn under another mixture is not to be made up for."""
+    since = connection.execute(sa.select(t.runs.c.mixture_at).where(t.runs.c.id == run_id)).scalar_one()
     g, r = t.groups.c, t.rollouts.c
     query = (
-        sa.select(g.task_id, r.harness)
+        sa.select(g.task_id, r.harness, g.created_at)
         .join(t.rollouts, r.group_id == g.id)
         .where(g.run_id == run_id, g.mode == mode, r.slot == 0)
     )
+    ever: Counter[str] = Counter()
     of_task: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for row in connection.execute(query):
-        of_task[row.task_id][row.harness] += 1
-    return sum(of_task.values(), Counter[str]()), of_task
+        ever[row.task_id] += 1
+        if since is None or row.created_at >= since:
+            of_task[row.task_id][row.harness] += 1
+    return ever, sum(of_task.values(), Counter[str]()), of_task
 
 
 def _read(connection: Connection, where: sa.ColumnElement[bool]) -> list[Group]:

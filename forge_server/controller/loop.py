@@ -33,7 +33,7 @@ LEAVE_S = 60.0
 """How long a trainer may take to leave by itself once its run has ended."""
 ENGINE_TRIES = 8
 ENGINE_BACKOFF_S = 1.0
-_WAKING = ("group_complete", "batch_assembled", "checkpoint_reported")
+_WAKING = ("group_complete", "batch_assembled", "checkpoint_reported", "evaluation_asked")
 _WAKING_ALL = ("run_paused", "run_resumed", "run_ended")
 
 

@@ -11,6 +11,7 @@ from forge_server.controller.ports import Events
 from forge_server.domain.errors import ConfigError, Conflict, NotFound
 from forge_server.domain.events import Event, Refusal, RunCreated, RunEnded, RunPaused, RunResumed
 from forge_server.domain.ids import new_id
+from forge_server.domain.policy import Version
 from forge_server.domain.run import RunSettings, first_change
 from forge_server.domain.states import RunState
 from forge_server.store import tables as t
@@ -18,34 +19,51 @@ from forge_server.store.database import Store
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of ``runs``. ``step`` counts the batches assembled."""
+    """A row of ``runs``. ``step`` counts the batches assembled; ``given`` are the settings it was created with, and
+    ``settings`` those in force: with the mixture that a person set since.
+    """
 
     id: str
     name: str
     kind: str
     state: RunState
     reason: str
+    given: RunSettings
     settings: RunSettings
     step: int
     base_version: int | None
+    evaluation_asked: bool
+    save_asked: str | None
     created_at: float
 
     @property
     def over(self) -> bool:
         return self.state not in (RunState.ACTIVE, RunState.PAUSED)
 
+    def step_of(self, version: Version) -> int:
+        """The step of the run that the version came out of; 0 for the weights it started from."""
+        return version.step or 0 if version.run_id == self.id else 0
+
+    def uses(self, version: Version) -> bool:
+        """Whether the run made the version, or started from it."""
+        return self.step_of(version) > 0 or version.version == self.base_version
+
 
 def run_of(row: Any) -> Run:
     """The row as a Run. Settings were checked when the run was created."""
+    given = msgspec.convert(row.settings, RunSettings, strict=False)
     return Run(
         id=row.id,
         name=row.name,
         kind=row.kind,
         state=RunState(row.state),
         reason=row.reason,
-        settings=msgspec.convert(row.settings, RunSettings, strict=False),
+        given=given,
+        settings=given.mixed(row.mixture) if row.mixture else given,
         step=row.step,
         base_version=row.base_version,
+        evaluation_asked=row.evaluation_asked,
+        save_asked=row.save_asked,
         created_at=row.created_at,
     )
 
@@ -99,7 +117,7 @@ class Runs:
                 mend='give the run kind = "record" or kind = "eval", or the engine a model of text alone',
             )
         found = await self._by_name(settings.name)
-        key = first_change(msgspec.to_builtins(found.settings), settings) if found else None
+        key = first_change(msgspec.to_builtins(found.given), settings) if found else None
         if key is not None:
             raise Conflict(
                 f"the run exists with another value of {key!r}",

@@ -1,7 +1,7 @@
 """What a training run does next, decided from the rows each time anew.
 
     last checkpoint refused -> pause
-    evaluation due          -> take it one act further
+    evaluation due or asked -> take it one act further
     head not live           -> load it
     all steps trained       -> complete
     else                    -> generate, as the run's mode says
@@ -12,6 +12,7 @@ so a kill between two acts loses nothing, and a kill within one repeats it.
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import Connection
@@ -25,8 +26,8 @@ from forge_server.controller.runs import Run
 from forge_server.controller.swap import Swapper
 from forge_server.controller.trainer_link import TrainerLink
 from forge_server.domain import policy
-from forge_server.domain.errors import CheckpointError
-from forge_server.domain.events import RunEnded, RunPaused
+from forge_server.domain.errors import CheckpointError, TaskError
+from forge_server.domain.events import Noted, RunEnded, RunPaused
 from forge_server.domain.policy import Version
 from forge_server.domain.states import PolicyState, RunState
 from forge_server.store import tables as t
@@ -70,11 +71,7 @@ class Steps:
         if await self._refused(run, versions):
             return True
         live = policy.live(versions)
-        if (
-            live is not None
-            and _evaluation_due(run, live)
-            and not await self._evaluator.advance(run.id, run.settings, _step_of(run, live), live.version)
-        ):
+        if live is not None and run.uses(live) and not await self._measured(run, live):
             return False  # measured before it is replaced
         head = policy.head(versions, run.id, run.base_version)
         if head is None:
@@ -82,7 +79,7 @@ class Steps:
         if head.state is not PolicyState.LIVE:
             await self._load(run, head)
             return True
-        trained = _step_of(run, head)
+        trained = run.step_of(head)
         if trained >= run.settings.steps:
             await self._events.apply(RunEnded(run_id=run.id, state=RunState.COMPLETED))
             return True
@@ -123,6 +120,36 @@ class Steps:
         await self._events.apply(RunPaused(run_id=run.id, reason=reason))
         return True
 
+    async def _measured(self, run: Run, live: Version) -> bool:
+        """Whether nothing more is to be measured of the live version; else the round goes one act further.
+
+        A person's wish is taken back with its round, and when there is nothing to run it on: a run that is
+        resumed must not stop at it again.
+        """
+        if not (run.evaluation_asked or _evaluation_due(run, live)):
+            return True
+        step = run.step_of(live)
+        try:
+            if not await self._evaluator.advance(run.id, run.settings, step, live.version):
+                return False
+        except TaskError as error:
+            await self._take_back(
+                run, "evaluation_failed", step=step, version=live.version, reason=str(error)
+            )
+            raise
+        await self._take_back(run, "evaluation_done", step=step, version=live.version)
+        return True
+
+    async def _take_back(self, run: Run, kind: str, **data: Any) -> None:
+        """The wish for an evaluation, if there is one."""
+        if not run.evaluation_asked:
+            return
+
+        def also(connection: Connection) -> None:
+            connection.execute(sa.update(t.runs).where(t.runs.c.id == run.id).values(evaluation_asked=False))
+
+        await self._events.apply(Noted(kind=kind, run_id=run.id, data=data), also=also)
+
     async def _load(self, run: Run, head: Version) -> None:
         try:
             report = await self._swapper.load(head.version)
@@ -146,15 +173,10 @@ class Steps:
         await self._store.write(write)
 
 
-def _step_of(run: Run, version: Version) -> int:
-    """The step of the run that the version came out of; 0 for the weights it started from."""
-    return version.step or 0 if version.run_id == run.id else 0
-
-
 def _evaluation_due(run: Run, live: Version) -> bool:
-    """Whether the run wants an evaluation round of the version that is live."""
-    wanted, step = run.settings.eval, _step_of(run, live)
-    if wanted is None or (step == 0 and live.version != run.base_version):
+    """Whether the run's settings want an evaluation round of the version, which it uses."""
+    wanted, step = run.settings.eval, run.step_of(live)
+    if wanted is None:
         return False
     if step == 0:
         return wanted.at_start

@@ -67,15 +67,21 @@ class Heartbeat(msgspec.Struct, frozen=True):
 
 
 class HeartbeatReply(msgspec.Struct, frozen=True):
-    """``acked_step``: exports older than this step may be pruned."""
+    """``acked_step``: exports older than this step may be pruned. ``save``: not empty when a person wants the full
+    state saved with this step, whatever ``save_every`` says; the step's metrics bring it back.
+    """
 
     action: str
     acked_step: int
+    save: str = ""
 
 
 class MetricsReport(msgspec.Struct, frozen=True):
+    """``saved``: the wish that the state saved with this step answers."""
+
     session: str
     metrics: dict[str, float | None]
+    saved: str = ""
 
 
 class CheckpointReport(msgspec.Struct, frozen=True):
@@ -199,6 +205,7 @@ class TrainerLink:
             return HeartbeatReply(
                 action="stop" if _ended(run) else "continue",
                 acked_step=policy.acknowledged_step(versions, run_id),
+                save=run.save_asked or "",
             )
 
         return await self._store.write(write)
@@ -260,7 +267,15 @@ class TrainerLink:
             merge_metrics(connection, run_id, k, "trainer", report.metrics, now)
             _mark_trained(connection, run_id, k, now)
 
-        await self._store.write(write)
+        def write_saved(connection: Connection) -> None:
+            write(connection)
+            connection.execute(sa.update(t.runs).where(_wished(run_id, report.saved)).values(save_asked=None))
+
+        if await self._store.read(lambda c: _is_wished(c, run_id, report.saved)):
+            note = Noted(kind="state_saved", run_id=run_id, data={"step": k})
+            await self._events.apply(note, also=write_saved)
+        else:
+            await self._store.write(write)
         self._bells.ring(run_id)
 
     async def checkpoint(self, run_id: str, report: CheckpointReport) -> CheckpointReply:
@@ -326,6 +341,15 @@ def _mark_trained(connection: Connection, run_id: str, k: int, at: float) -> Non
         .where(c.run_id == run_id, c.k <= k, c.trained_at.is_(None))
         .values(state="trained", trained_at=at)
     )
+
+
+def _wished(run_id: str, save: str) -> sa.ColumnElement[bool]:
+    return sa.and_(t.runs.c.id == run_id, t.runs.c.save_asked == save)
+
+
+def _is_wished(connection: Connection, run_id: str, save: str) -> bool:
+    """Whether the wish stands: a report that is repeated has been heard."""
+    return connection.execute(sa.select(t.runs.c.id).where(_wished(run_id, save))).first() is not None
 
 
 def _run(connection: Connection, run_id: str) -> Any:

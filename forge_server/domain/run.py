@@ -5,7 +5,9 @@ resume it, different ones are an error that names the key (``first_change``), be
 whose rules changed midway mean nothing.
 """
 
+import math
 import re
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -104,7 +106,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if bool(self.harness) == bool(self.harnesses):
             raise ValueError("exactly one of harness and harnesses must be given")
         for harness, weight in self.harnesses.items():
-            if weight <= 0:
+            if not 0 < weight < math.inf:
                 raise ValueError(f"harnesses.{harness} must be above 0, not {weight:g}")
         counts = ("groups", "n", "steps", "max_calls", "max_tokens", "max_completion_tokens", "max_attempts")
         for key in (*counts, "max_generation_batches", "export_every", "save_every"):
@@ -134,11 +136,20 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError(f"a run of kind {self.kind} takes no [run.eval]; set split, n and temperature")
 
     @property
+    def weights(self) -> dict[str, float]:
+        """Of the harnesses, as they were given."""
+        return dict(self.harnesses) or {self.harness: 1.0}
+
+    @property
     def mixture(self) -> tuple[tuple[str, float], ...]:
         """(harness, share) by name, shares adding up to 1."""
-        weights = self.harnesses or {self.harness: 1.0}
+        weights = self.weights
         total = sum(weights.values())
         return tuple((name, weights[name] / total) for name in sorted(weights))
+
+    def mixed(self, weights: Mapping[str, float]) -> "RunSettings":
+        """These settings with another mixture. Raises ValueError as for a table that says so."""
+        return msgspec.structs.replace(self, harness="", harnesses=dict(weights))
 
     @property
     def evaluation(self) -> RunEval | None:

@@ -61,6 +61,10 @@ runs = sa.Table(
     ),  # infra failures in a row: breaker
     sa.Column("infra_since", sa.Double),  # when the first of them was seen
     sa.Column("base_version", sa.Integer),  # the policy version that training started from
+    sa.Column("mixture", sa.JSON),  # weights of the harnesses as a person set them, instead of the settings',
+    sa.Column("mixture_at", sa.Double),  # since when
+    sa.Column("evaluation_asked", sa.Boolean, nullable=False, server_default=sa.false()),  # by a person
+    sa.Column("save_asked", sa.String(32)),  # nonce of the save a person asked for; NULL: none is wanted
     sa.Column("created_at", sa.Double, nullable=False),
     sa.Column("ended_at", sa.Double),
 )

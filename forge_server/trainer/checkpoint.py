@@ -1,7 +1,7 @@
 """Checkpoint folders: complete or absent, and never pruned before the engine serves something newer.
 
     step_00012/huggingface/   weights for the engine      (every ``export_every`` steps)
-    step_00012/state/         veRL's resume state         (every ``save_every`` steps)
+    step_00012/state/         veRL's resume state         (every ``save_every`` steps, and when asked for)
     step_00012/manifest.json  written with an export
     step_00012/metrics.json   what was reported for this step, to be reported again after a crash
 

@@ -1,8 +1,9 @@
 """The pull protocol with the server: this process asks, the server never connects to it.
 
 A session carries a fencing token: when another session takes over, every call answers 409 and this process
-must stop at once. A thread keeps the lease; it also learns whether to stop and which step the engine has
-acknowledged. Calls are idempotent, so they are repeated while the server is away, for ``PATIENCE_S`` at most.
+must stop at once. A thread keeps the lease; it also learns whether to stop, which step the engine has
+acknowledged and whether a person wants the state saved. Calls are idempotent, so they are repeated while the
+server is away, for ``PATIENCE_S`` at most.
 """
 
 import hashlib
@@ -53,6 +54,7 @@ class Link:
         self.phase = "starting"
         self.step = 0
         self.acked_step = 0
+        self.save = ""
         self.stop = threading.Event()
         # No proxies from the environment: the server is on loopback or inside the cluster.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -98,6 +100,7 @@ class Link:
             self.stop.set()
             return
         self.acked_step = max(self.acked_step, int(reply["acked_step"] or 0))
+        self.save = str(reply["save"])
         if reply["action"] == "stop":
             self.stop.set()
 
@@ -113,8 +116,10 @@ class Link:
             raise BatchInvalid(f"batch {k}: the body does not have the digest the server announced")
         return body
 
-    def report_metrics(self, k: int, metrics: dict[str, float]) -> None:
-        self._json("POST", f"steps/{k}/metrics", {"session": self.session, "metrics": metrics})
+    def report_metrics(self, k: int, metrics: dict[str, float], saved: str = "") -> None:
+        """``saved``: the wish for a save that this step's state answers."""
+        body = {"session": self.session, "metrics": metrics, "saved": saved}
+        self._json("POST", f"steps/{k}/metrics", body)
 
     def report_checkpoint(self, k: int, path: str, manifest_sha256: str) -> int:
         """Hand checkpoint ``k`` over; returns the policy version the server gave it."""

@@ -26,7 +26,7 @@ from forge_server.trainer import checkpoint, config, model, platform
 from forge_server.trainer.batch import read
 from forge_server.trainer.checkpoint import Checkpoint
 from forge_server.trainer.errors import RunEnded, TrainerError
-from forge_server.trainer.link import Link, Session
+from forge_server.trainer.link import PATIENCE_S, Link, Session
 
 T = TypeVar("T")
 STOPPED = "stopped"
@@ -117,9 +117,10 @@ class Worker:
         self._enter("training", k)
         self._prune()
         metrics = self.policy.step(batch, seed=self.session.seed)
+        wish = self._save_wanted()
         last = k >= self.session.total_steps
         export = last or k % self.session.export_every == 0
-        state = last or k % self.session.save_every == 0
+        state = last or k % self.session.save_every == 0 or wish != ""
         saved = None
         if export or state:
             self._enter("saving", k)
@@ -135,16 +136,25 @@ class Worker:
                 metrics=_finite(metrics),
             )
             metrics["seconds/checkpoint"] = time.perf_counter() - started
-        self._report(k, _finite(metrics), saved)
+        self._report(k, _finite(metrics), saved, wish)
 
-    def _report(self, k: int, metrics: dict[str, float], saved: Checkpoint | None) -> None:
-        """Hand over what step ``k`` came to; repeated after a crash between writing and reporting."""
+    def _save_wanted(self) -> str:
+        """On every rank the wish of a person to have this step's full state saved; "": there is none."""
+        wish = None
+        if self.link is not None:
+            self.link.beat(patience_s=PATIENCE_S)
+            wish = self.link.save
+        return _share(wish)
+
+    def _report(self, k: int, metrics: dict[str, float], saved: Checkpoint | None, wish: str = "") -> None:
+        """Hand over what step ``k`` came to; repeated after a crash between writing and reporting, when the wish
+        for the save is not known any more and is fulfilled once again."""
         if self.link is None:
             return
         _show(k, metrics)
         sha256 = saved.manifest_sha256 if saved is not None else None
         try:
-            self.link.report_metrics(k, metrics)
+            self.link.report_metrics(k, metrics, wish)
             if saved is not None and sha256 is not None:
                 version = self.link.report_checkpoint(k, str(saved.path), sha256)
                 print(json.dumps({"step": k, "version": version, "manifest_sha256": sha256}), flush=True)
