@@ -41,7 +41,7 @@ CMD ["/forge/bin/python3"]
 
 FROM python:3.11-slim-bookworm AS server
 COPY --from=build /dist/*.whl /tmp/
-RUN pip install --no-cache-dir "$(echo /tmp/*.whl)[postgres]" && rm /tmp/*.whl \
+RUN pip install --no-cache-dir "$(echo /tmp/*.whl)[otel,postgres]" && rm /tmp/*.whl \
     && useradd --create-home --uid 10001 forge \
     && install -d -o forge -g forge /var/lib/forge
 USER forge

@@ -10,6 +10,7 @@ import contextlib
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from litestar import Litestar, Router
 from litestar.config.compression import CompressionConfig
 from litestar.openapi.config import OpenAPIConfig
 
-from forge_server import __version__, environments
+from forge_server import __version__, environments, extras
 from forge_server.api import idempotent, problem
 from forge_server.api.auth import admin_guard
 from forge_server.api.catalog import catalog_routes
@@ -50,8 +51,8 @@ from forge_server.controller.loop import Controller
 from forge_server.controller.policies import Policies
 from forge_server.controller.rounds import Rounds
 from forge_server.controller.runs import Runs
-from forge_server.controller.steps import Steps
 from forge_server.controller.steering import Steering
+from forge_server.controller.steps import Steps
 from forge_server.controller.swap import Swapper
 from forge_server.controller.trainer_link import TrainerLink
 from forge_server.domain import events as e
@@ -96,6 +97,7 @@ from forge_server.store.database import Store
 
 if TYPE_CHECKING:  # its client takes most of a second to load
     from forge_server.scheduler.kubernetes.backend import KubernetesBackend
+    from forge_server.services.telemetry.traces import Traces
 
 log = structlog.get_logger(__name__)
 
@@ -186,6 +188,13 @@ def _untrainable(facts: ModelFacts) -> str:
         f"the model is multimodal ({facts.sense}) and batches carry no pixels: what it sees would be missing from its "
         "training, so it can be recorded, evaluated and exported, but not trained"
     )
+
+
+def check_telemetry(settings: Settings) -> None:
+    """Raises ConfigError when traces are wanted and what makes them is not installed."""
+    if settings.telemetry.otlp_endpoint:
+        module = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
+        extras.require("otel", module, wanted_by="[telemetry] otlp_endpoint")
 
 
 def load_specs(settings: Settings) -> dict[str, Spec]:
@@ -285,6 +294,8 @@ class Server:
         self.tally = EventTally()
         self.lifecycle.subscribe(self.tally)
         self.lifecycle.subscribe(log_event)
+        self.spans: Counter[str] = Counter()
+        self.traces = self._traces()
         self.tasks = TaskFiles(store)
         self.plans = Plans(
             store,
@@ -407,6 +418,11 @@ class Server:
             self.controller.follow,
             untrainable=_untrainable(facts),
         )
+        self.steering = Steering(
+            self.store,
+            self.lifecycle,
+            lambda run: check_harnesses(run, self.specs, imageless(settings, self.specs)),
+        )
         self.external = ExternalRollouts(
             self.store,
             self.lifecycle,
@@ -418,11 +434,17 @@ class Server:
             settings.engine.policy,
         )
 
-        self.steering = Steering(
-            self.store,
-            self.lifecycle,
-            lambda run: check_harnesses(run, self.specs, imageless(settings, self.specs)),
-        )
+    def _traces(self) -> "Traces | None":
+        """Whoever tells a collector of what happens, if there is one."""
+        endpoint = self.settings.telemetry.otlp_endpoint
+        if not endpoint:
+            return None
+        from forge_server.services.telemetry import traces
+
+        made = traces.traces(self.store, endpoint, self.instance.id, self.spans)
+        self.lifecycle.subscribe(made)
+        return made
+
     async def _backend(self) -> Backend:
         """Where attempts run. Raises ConfigError."""
         settings = self.settings
@@ -532,6 +554,7 @@ class Server:
                 *run_routes(
                     self.store,
                     self.runs,
+                    self.steering,
                     self.specs,
                     idempotency,
                     set_in_flight,
@@ -554,7 +577,6 @@ class Server:
                     lambda: self.scheduler.in_flight,
                     self.settings.engine.policy,
                     self.settings.scheduler.breaker,
-                    self.steering,
                 ),
                 *catalog_routes(
                     self.store,
@@ -578,6 +600,7 @@ class Server:
                 scheduler=self.scheduler,
                 engine=self.engine,
                 policy=self.settings.engine.policy,
+                spans=self.spans,
             )
         )
         trainer = trainer_routes(self.link, lambda key: keys.verify(self.instance.secret, key))
@@ -640,6 +663,8 @@ class Server:
         self._keep("deliveries", self.sessions.run())
         if self.watch is not None:
             self._keep("engine watch", self.watch.run())
+        if self.traces is not None:
+            self._keep("traces", self.traces.run())
         self.scheduler.suspend(True)
         await self.scheduler.start()
         await self.controller.start()
@@ -665,6 +690,8 @@ class Server:
         await asyncio.gather(*self._background, return_exceptions=True)
         await _stopped(self.sessions.close())
         await _stopped(self.engine.close(keep_engine=keep_engine))
+        if self.traces is not None:
+            await _stopped(self.traces.close())
         await _stopped(self._closing.aclose())
 
     def _keep(self, name: str, work: Coroutine[Any, Any, None]) -> None:
@@ -702,6 +729,7 @@ def _examined(settings: Settings) -> dict[str, Spec]:
         check_harnesses(run, specs, imageless(settings, specs))
     if settings.engine.model:
         model_folder(settings)
+    check_telemetry(settings)
     return specs
 
 

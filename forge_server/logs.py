@@ -7,7 +7,7 @@ from typing import Any
 
 import structlog
 
-_QUIET = ("apscheduler", "uvicorn", "aiohttp", "alembic", "httpx", "httpcore", "asyncio")
+_QUIET = ("apscheduler", "uvicorn", "aiohttp", "alembic", "httpx", "httpcore", "asyncio", "opentelemetry")
 
 
 class _Stderr:

@@ -205,6 +205,13 @@ class CostSettings(Section, frozen=True):
     """Backend -> price of one attempt for an hour: ``local``, ``kubernetes``."""
 
 
+class TelemetrySettings(Section, frozen=True):
+    """``[telemetry]``: traces for OpenTelemetry."""
+
+    otlp_endpoint: str = ""
+    """A collector that takes OTLP over HTTP; empty: none."""
+
+
 class SecuritySettings(Section, frozen=True):
     """``[security]``: the admin key; empty: made at first start and kept in the data folder with mode 0600."""
 
@@ -224,6 +231,7 @@ class Settings(Section, frozen=True, kw_only=True):
     trainer: TrainerSettings = TrainerSettings()
     harness: HarnessSettings = HarnessSettings()
     cost: CostSettings = CostSettings()
+    telemetry: TelemetrySettings = TelemetrySettings()
     security: SecuritySettings = SecuritySettings()
     run: tuple[RunSettings, ...] = ()
     folder: str = "."
@@ -410,6 +418,10 @@ def _check(settings: Settings, where: str) -> None:
             "[engine] kind is managed but model is empty",
             where=where,
             mend='add model = "FOLDER" (HF format)',
+        )
+    if (url := settings.telemetry.otlp_endpoint) and not url.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"[telemetry] otlp_endpoint is {url!r}", where=where, mend='write "http://HOST:4318"'
         )
     _check_cluster(settings, where)
     _check_names(settings.run, where)

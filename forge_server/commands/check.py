@@ -11,7 +11,7 @@ from rich.table import Table
 from forge_server import environments, logs
 from forge_server import settings as config_tree
 from forge_server.api.listeners import bind_tcp
-from forge_server.app import imageless, load_specs, model_folder
+from forge_server.app import check_telemetry, imageless, load_specs, model_folder
 from forge_server.client.schemas import Check
 from forge_server.commands import data as recorded
 from forge_server.commands import show as out
@@ -43,7 +43,7 @@ def check(config: str | None, data: str | None, as_json: bool, probe: bool) -> N
     checks += [*_server(settings), *_database(settings)]
     if settings.scheduler.backend == "local":
         checks += _sandbox(settings)
-    checks += [*_environments(settings), *_harnesses(settings), *_model(settings)]
+    checks += [*_environments(settings), *_harnesses(settings), *_model(settings), *_telemetry(settings)]
     template, found = _chat_template(settings)
     checks += template
     checks += asyncio.run(_engine(settings))
@@ -156,6 +156,15 @@ def _model(settings: Settings) -> Iterator[Check]:
             yield Check("model", True, str(model_folder(settings)))
         except ForgeError as error:
             yield Check("model", False, str(error))
+
+
+def _telemetry(settings: Settings) -> Iterator[Check]:
+    if endpoint := settings.telemetry.otlp_endpoint:
+        try:
+            check_telemetry(settings)
+            yield Check("telemetry", True, f"traces go to {endpoint}")
+        except ForgeError as error:
+            yield Check("telemetry", False, str(error))
 
 
 def _chat_template(settings: Settings) -> tuple[list[Check], tuple[Finding, ...]]:

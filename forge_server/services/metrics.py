@@ -80,7 +80,7 @@ class Engine(Protocol):
 
 
 class Parts(msgspec.Struct, frozen=True, kw_only=True):
-    """Whose counters are told. ``policy``: the one that is served."""
+    """Whose counters are told. ``policy``: the one that is served. ``spans``: of traces, by what became of them."""
 
     store: Store
     gate: Gate
@@ -89,6 +89,7 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     scheduler: Scheduler
     engine: Engine
     policy: str
+    spans: Mapping[str, int]
 
 
 class Metrics:
@@ -288,6 +289,9 @@ def _rest(parts: Parts, seen: Seen) -> Iterator[Metric]:
     yield _gauge("store_queue_units", "Writes that wait", units)
     yield _gauge("store_queue_bytes", "What they hold in memory, about", held)
     yield _gauge("store_size_bytes", "The database", seen.size)
+    yield _counter(
+        "telemetry_spans", "Spans of traces, by what became of them", ("state",), _one(parts.spans)
+    )
     info = GaugeMetricFamily("forge_server_info", "Always 1", labels=("version",))
     info.add_metric((__version__,), 1)
     yield info
