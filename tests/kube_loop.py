@@ -1,5 +1,5 @@
-"""The whole loop's parts for a real cluster of this machine: attempts are pods, the trainer is a Job that borrows this
-machine's veRL and files, the server is a process outside, whose ports outlive it."""
+"""The whole loop's parts for a real cluster of this machine: attempts are pods, with react or a harness from npm, the
+trainer is a Job that borrows this machine's veRL and files, the server is a process outside, whose ports outlive it."""
 
 import json
 import re
@@ -13,19 +13,25 @@ from kube_rig import BUSYBOX, RUNNER
 from whole_loop import Lab
 
 from forge_server import assets
+from forge_server.environments import ensure_harness
+from forge_server.harness.load import load
 
 HOSTUSR = "localhost/hostusr:1"
+NPM = "pi"
+"""The one with the shortest prompt: it fits into the window of a tiny model whose tokens are short."""
+NPM_IMAGE = f"localhost/forge-{NPM}:1"
 SETTINGS = """
 [kubernetes]
 kubeconfig = "{kubeconfig}"
 namespace = "{namespace}"
 image = "{image}"
 runner_image = "{runner}"
+harness_images = {{{npm} = "{npm_image}"}}
 trainer_image = "{trainer}"
 templates = "templates"
 pull_policy = "Never"
 cpu = "10m"
-memory_mb = 128
+memory_mb = 512
 volume_path = "{volume}"
 """
 
@@ -40,6 +46,13 @@ def hostusr(folder: Path) -> Path:
     (root / "tmp").chmod(0o1777)
     (root / "etc" / "passwd").write_text("root:x:0:0:root:/root:/bin/sh\n")
     return images.pack(root, HOSTUSR, folder / "hostusr.tar")
+
+
+def npm_image(folder: Path) -> Path:
+    """The image that brings the harness from npm, with its Node."""
+    spec = load(assets.folder("harness_specs") / NPM / "spec.yaml")
+    assert spec.install is not None
+    return images.forge(folder, NPM_IMAGE, ensure_harness(NPM, spec.install))
 
 
 def trainer_template(folder: Path, environment: Path) -> None:
@@ -100,6 +113,8 @@ def move_into(file: Path, cluster: Cluster, namespace: str, trainer: Path) -> No
         namespace=namespace,
         image=BUSYBOX,
         runner=RUNNER,
+        npm=NPM,
+        npm_image=NPM_IMAGE,
         trainer=HOSTUSR,
         volume=file.parent.parent,
     )

@@ -1,5 +1,5 @@
-"""The whole loop on a real cluster: attempts are pods, the trainer is a Job, the server is a process outside it, and
-the engine is on loopback, where no pod can reach it."""
+"""The whole loop on a real cluster: attempts are pods, half of them with a harness from npm, the trainer is a Job, the
+server is a process outside it, and the engine is on loopback, where no pod can reach it."""
 
 import shutil
 import tempfile
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from kube.cluster import Cluster
-from kube_loop import ClusterLab, hostusr
+from kube_loop import NPM, ClusterLab, hostusr, npm_image
 from kube_rig import namespace
 from whole_loop import metrics, report, run_settings
 
@@ -21,11 +21,22 @@ VERIFIER = """n=$(od -An -N1 -tu1 /dev/urandom)
 echo "0.$((n % 10))" > /logs/verifier/reward.txt
 """
 
+ENDS = """SELECT harness, backend, a.outcome, a.kind, exit_code, COUNT(*) AS n
+    FROM attempts a JOIN rollouts r ON r.id = rollout_id GROUP BY 1, 2, 3, 4, 5"""
+PROMPTS = """SELECT harness, MIN(prompt_len) AS shortest
+    FROM calls JOIN rollouts ON final_attempt_id = attempt_id GROUP BY 1"""
+TRAINED = """SELECT harness, SUM(trained) AS tokens
+    FROM batches b, json_each(rollout_ids) JOIN rollouts r ON r.id = value JOIN samples s ON s.rollout_id = r.id
+    GROUP BY 1"""
+
 
 @pytest.fixture
 def lab(cluster: Cluster, tiny_model, trainer_env: Path, tmp_path: Path) -> Iterator[ClusterLab]:
     base = Path(tempfile.mkdtemp(prefix="forge-kube-loop-"))  # seen by pods under the same path
-    cluster.load(hostusr(tmp_path))
+    for make in (hostusr, npm_image):
+        archive = make(tmp_path)
+        cluster.load(archive)
+        archive.unlink()
     folder = base / "lab"
     folder.mkdir()
     model = base / "model"
@@ -49,7 +60,7 @@ def test_pods_are_trained_on_by_a_job_and_a_killed_server_finds_both_again(lab: 
     ]
     with lab.client() as client:
         client.create_tasks(TaskCreate(taskset="loop", tasks=lines))
-        client.create_run(run_settings("cluster"))
+        client.create_run(run_settings("cluster", harness="", harnesses={"react": 1, NPM: 1}))
 
     def under_way() -> bool:
         view = lab.run("cluster")
@@ -70,12 +81,20 @@ def test_pods_are_trained_on_by_a_job_and_a_killed_server_finds_both_again(lab: 
     for step in (1, 2):
         assert found[step, "trainer"]["logprob_gap_max"] <= FLOAT32_LIMIT
         assert found[step, "trainer"]["tokens_trained"] > 0
-    ends = lab.query(
-        "SELECT backend, outcome, kind, COUNT(*) AS n FROM attempts GROUP BY backend, outcome, kind"
-    )
+    ends = lab.query(ENDS)
     print([tuple(row) for row in ends])
     assert {row.backend for row in ends} == {"kubernetes"}
     assert {row.outcome for row in ends} <= {"completed", "policy_failure"}  # the restart cost no attempt
+    assert {row.exit_code for row in ends if row.outcome == "completed"} == {0}
+    of = {name: [row for row in ends if row.harness == name] for name in ("react", NPM)}
+    assert all(sum(row.n for row in rows) >= 6 for rows in of.values()), (
+        "each harness has a group in each step"
+    )
+    assert any(row.outcome == "completed" for row in of[NPM])
+    prompts = {row.harness: row.shortest for row in lab.query(PROMPTS)}
+    assert prompts[NPM] > 1000 > prompts["react"], "the one from npm has brought its own"
+    trained = {row.harness: row.tokens for row in lab.query(TRAINED)}
+    assert set(trained) == {"react", NPM} and all(tokens > 0 for tokens in trained.values()), trained
 
     def left() -> list[str]:
         found = [each for kind in ("pods", "jobs", "secrets") for each in lab.objects(kind)]
