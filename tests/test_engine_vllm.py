@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -256,16 +257,23 @@ async def metric(url: str, name: str) -> float:
 
 
 async def begin(pool: EnginePool, url: str, tokens: int) -> list[asyncio.Task[ChatResult]]:
-    """Four calls of ``tokens`` tokens each, of which the engine is seen to run at least one."""
+    """Four calls of ``tokens`` tokens each, of which the engine is seen to run at least one.
+
+    vLLM's front end answers nobody else while it is behind with a quick engine's tokens: on a busy machine a call may
+    be over before anything of it is seen, and others are begun.
+    """
     more = {"max_tokens": tokens, "ignore_eos": True}
-    calls = [
-        asyncio.create_task(pool.chat(body(seed=n, **more), request_id=f"long-{tokens}-{n}"))
-        for n in range(4)
-    ]
-    async with asyncio.timeout(60):
-        while await metric(url, "num_requests_running") < 1:
-            assert not (over := [call.result() for call in calls if call.done()]), over
-    return calls
+    async with asyncio.timeout(120):
+        while True:
+            name = uuid.uuid4().hex[:8]
+            calls = [
+                asyncio.create_task(pool.chat(body(seed=n, **more), request_id=f"long-{name}-{n}"))
+                for n in range(4)
+            ]
+            while not any(call.done() for call in calls):
+                if await metric(url, "num_requests_running") >= 1:
+                    return calls
+            await asyncio.gather(*calls)
 
 
 async def test_a_call_that_is_cancelled_is_aborted_in_the_engine(
@@ -294,14 +302,19 @@ async def test_a_swap_waits_for_running_calls_and_aborts_them_only_after_its_dra
     reason: str,
 ) -> None:
     vllm_pool._drain_s = drain_s
-    calls = await begin(vllm_pool, vllm_server.url, tokens)
-    report = await vllm_pool.swap(tiny_model.checkpoint(2), 2, tiny_model.sha256(2))
+    async with asyncio.timeout(240):
+        while True:
+            calls = await begin(vllm_pool, vllm_server.url, tokens)
+            report = await vllm_pool.swap(tiny_model.checkpoint(2), 2, tiny_model.sha256(2))
+            results = await asyncio.gather(*calls)
+            if reason in {result.finish_reason for result in results}:
+                break  # else the front end was behind until all of them were over
     assert report.aborted_running == (reason == "abort")
-    for result in await asyncio.gather(*calls):
-        assert result.finish_reason == reason
+    for result in results:
+        assert result.finish_reason in (reason, "length")
         assert result.completion_ids is not None and result.logprobs is not None
         assert result.completion_ids.size == result.logprobs.size == result.usage_completion
-        assert (result.usage_completion == tokens) == (reason == "length")
+        assert (result.usage_completion == tokens) == (result.finish_reason == "length")
 
 
 async def test_what_does_not_fit_the_window_is_told_apart(vllm_pool: EnginePool) -> None:
