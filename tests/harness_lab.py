@@ -27,6 +27,7 @@ from sandbox_dns import Lookups
 from scripted_engine import Asked, Call, Fault, Policy, Say, ScriptedEngine
 
 from forge_server import app as application
+from forge_server import environments
 from forge_server.app import Server, running
 from forge_server.client.http import ForgeClient
 from forge_server.client.schemas import TaskCreate
@@ -35,6 +36,7 @@ from forge_server.domain.sample import Sample
 from forge_server.domain.states import CallEnd, Delivery, PolicyState
 from forge_server.export import reports
 from forge_server.export.records import attempts, find_run
+from forge_server.harness.spec import Spec
 from forge_server.settings import EngineSettings, SchedulerSettings, ServerSettings, Settings
 from forge_server.store import tables as t
 from forge_server.store.database import Store
@@ -378,6 +380,12 @@ class Lab:
             stopped_by=((attempt.evidence or {}).get("finish") or {}).get("stopped_by", ""),
             answers=[view.response for view in self.client.calls(rollout.id, messages=True)],
         )
+
+
+def installed(spec: Spec) -> bool:
+    """Whether the harness needs nothing more to be installed."""
+    install = spec.install
+    return install is None or environments.is_complete(environments.harness_recipe(spec.name, install))
 
 
 def verifier(expect: Mapping[str, str]) -> str:

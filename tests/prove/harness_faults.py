@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from fault_lab import Seen, Trouble, blind, fault_lab, meet, troubles
-from harness_lab import Lab
+from harness_lab import Lab, installed
 from harness_policies import HANDS, TEXT
 
 from forge_server import environments
@@ -26,10 +26,6 @@ from forge_server.settings import Settings
 SLOW_S = 120.0
 MAX_SECONDS = 180.0
 """The clock of an attempt. Some harnesses would ask a dead engine for longer."""
-
-
-def installed(spec: Spec) -> bool:
-    return spec.install is None or environments.path_of(spec.install.env or spec.name).is_dir()
 
 
 def prove(lab: Lab, spanning: Lab, spec: Spec, chosen: Sequence[Trouble], slow_s: float) -> list[Seen]:

@@ -15,13 +15,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from harness_lab import Lab, Result, harness_lab
+from harness_lab import Lab, Result, harness_lab, installed
 from harness_policies import HANDS, INSTRUCTION, STANDARD, TEXT, rough, standard
 from sample_oracle import Found, minimum
 
 from forge_server import environments
 from forge_server.app import load_specs
-from forge_server.domain.run import RunSettings
 from forge_server.harness.spec import Spec
 from forge_server.settings import Settings
 
@@ -111,10 +110,6 @@ def run(
     return Row(harness, mode, result, oracle(result, spec))
 
 
-def installed(spec: Spec) -> bool:
-    return spec.install is None or environments.path_of(spec.name).is_dir()
-
-
 def main(words: list[str]) -> int:
     names = [word for word in words if not word.startswith("--")]
     plain, reasoning = "--plain" in words, "--reasoning" in words
@@ -124,11 +119,10 @@ def main(words: list[str]) -> int:
     for name in names:
         if (install := specs[name].install) is not None:
             environments.ensure_harness(name, install)
-    modes = MODES if "forwarding" in RunSettings.__struct_fields__ else MODES[:1]
     rows = []
     with tempfile.TemporaryDirectory(prefix="forge-lab-") as folder, harness_lab(Path(folder)) as lab:
         for name in chosen:
-            for mode in modes:
+            for mode in MODES:
                 row = run(lab, name, mode, specs[name], plain=plain, reasoning=reasoning)
                 rows.append(row)
                 if row.result.reward != 1.0 or row.result.violations:
