@@ -89,7 +89,7 @@ def check_same(folder: Path, first: Path) -> None:
     """
     now, then = of_model(folder), of_model(first)
     other = ""
-    if now.tokenizer_sha != then.tokenizer_sha and _vocabulary(folder) != _vocabulary(first):
+    if now.tokenizer_sha != then.tokenizer_sha and vocabulary(folder) != vocabulary(first):
         other = "tokenizer"
     elif now.template_sha and then.template_sha and now.template_sha != then.template_sha:
         other = "chat template"
@@ -101,8 +101,9 @@ def check_same(folder: Path, first: Path) -> None:
         )
 
 
-def _vocabulary(folder: Path) -> dict[str, int]:
-    """Id of every token. The file itself is another each time that it is saved."""
+def vocabulary(folder: Path) -> dict[str, int]:
+    """Id of every token, of a model folder's ``tokenizer.json``; empty when there is none that can be read. The file
+    itself is another each time that it is saved."""
     try:
         found = msgspec.json.decode((_inner(folder) / "tokenizer.json").read_bytes(), type=_Tokenizer)
     except (OSError, msgspec.MsgspecError):

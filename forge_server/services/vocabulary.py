@@ -4,21 +4,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-import msgspec
-
-
-class _Model(msgspec.Struct):
-    vocab: dict[str, int]
-
-
-class _Added(msgspec.Struct):
-    id: int
-    content: str
-
-
-class _Tokenizer(msgspec.Struct):
-    model: _Model
-    added_tokens: list[_Added] = []
+from forge_server.export.identity import vocabulary
 
 
 class Vocabulary:
@@ -31,19 +17,9 @@ class Vocabulary:
 
     def __call__(self, ids: Sequence[int]) -> list[str] | None:
         if self._pieces is None:
-            self._pieces = _read(self._folder) if self._folder is not None else {}
+            found = vocabulary(self._folder) if self._folder is not None else {}
+            self._pieces = {id: _text(token) for token, id in found.items()}
         return [self._pieces.get(id, "�") for id in ids] if self._pieces else None
-
-
-def _read(folder: Path) -> dict[int, str]:
-    inner = folder / "huggingface"
-    file = (inner if inner.is_dir() else folder) / "tokenizer.json"
-    try:
-        found = msgspec.json.decode(file.read_bytes(), type=_Tokenizer)
-    except (OSError, msgspec.MsgspecError):
-        return {}
-    pieces = {id: _text(token) for token, id in found.model.vocab.items()}
-    return pieces | {token.id: token.content for token in found.added_tokens}
 
 
 def _text(token: str) -> str:
