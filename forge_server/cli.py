@@ -474,11 +474,11 @@ def db_downgrade(revision: str, config: str | None) -> None:
 @click.option(
     "--format",
     "kind",
-    type=click.Choice([*_TABLES, *_TRAINERS, "tensorboard"]),
+    type=click.Choice([*_TABLES, *_TRAINERS, "tensorboard", "wandb"]),
     default="parquet",
     show_default=True,
     help="The canonical table, rows for fine-tuning (sft), the rows of another trainer, as JSON lines, or the figures "
-    "of every step for TensorBoard.",
+    "of every step for TensorBoard or Weights & Biases.",
 )
 @click.option("--out", type=click.Path(), help="File to write (default: RUN.FORMAT).")
 @click.option("--min-reward", type=float, help="Only rollouts with at least this reward.")

@@ -17,9 +17,13 @@ from forge_server.export.media import FOLDER as MEDIA
 from forge_server.export.peers import export_peer
 from forge_server.export.records import Run, find_run
 from forge_server.export.tensorboard import export_figures
+from forge_server.export.wandb_run import export_wandb
 from forge_server.export.whole import ExportError
 from forge_server.export.write import Format, export_run
 from forge_server.store.database import Store
+
+TRACKERS = {"tensorboard": export_figures, "wandb": export_wandb}
+"""Formats of a run's figures, not of its samples."""
 
 
 class DataViolations(ForgeError):
@@ -39,17 +43,15 @@ def _run(name: str, config: str | None) -> Iterator[tuple[Store, Run]]:
 
 
 def export(run: str, kind: str, path: str | None, min_reward: float | None, config: str | None) -> None:
-    if (kind in MAPPINGS or kind == "tensorboard") and min_reward is not None:
+    if (kind in MAPPINGS or kind in TRACKERS) and min_reward is not None:
         raise ExportError(
             "rollouts below a reward are part of their group's baseline and of a run's figures",
             where="--min-reward",
             mend=f"leave it out; it goes with {', '.join(get_args(Format))}",
         )
     with _run(run, config) as (store, found):
-        if kind == "tensorboard":
-            file, count = store.read_now(
-                lambda c: export_figures(c, found.id, Path(path or f"{run}.tensorboard"))
-            )
+        if kind in TRACKERS:
+            file, count = store.read_now(lambda c: TRACKERS[kind](c, found.id, Path(path or f"{run}.{kind}")))
             out.console.print(f"{file}: {count} figures")
             return
         if kind in MAPPINGS:

@@ -1,4 +1,4 @@
-"""A run's figures as an event file of TensorBoard, which other trackers read too (``wandb sync`` among them).
+"""A run's figures as an event file of TensorBoard, which other trackers read too.
 
 The format is small enough to be written here: records with a length and two checksums, each an ``Event`` message
 of protocol buffers with a step, a time and scalars. It needs no library of either.
@@ -8,11 +8,10 @@ import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import sqlalchemy as sa
 from sqlalchemy import Connection
 
+from forge_server.export.figures import Figures, figures
 from forge_server.export.whole import ExportError, whole_file
-from forge_server.store import tables as t
 
 _POLYNOMIAL = 0x82F63B78  # Castagnoli's, reversed
 
@@ -31,33 +30,26 @@ _TABLE = _table()
 
 def export_figures(connection: Connection, run_id: str, folder: Path) -> tuple[Path, int]:
     """Write ``folder/events.out.tfevents.RUN``; the file and how many values it has. Raises ExportError."""
-    c = t.step_metrics.c
-    rows = connection.execute(
-        sa.select(t.step_metrics).where(c.run_id == run_id).order_by(c.step, c.source)
-    ).all()
-    events = [
-        (row.step, row.at, {f"{row.source}/{name}": v for name, v in row.metrics.items() if v is not None})
-        for row in rows
-    ]
+    events = figures(connection, run_id)
     path = folder / f"events.out.tfevents.{run_id}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ExportError(str(error), where=str(folder), mend="choose another place") from error
-    begun = rows[0].at if rows else 0.0
+    begun = events[0].at if events else 0.0
     with whole_file(path) as target:
         target.write_bytes(b"".join(_records(events, begun)))
-    return path, sum(len(values) for _, _, values in events)
+    return path, sum(len(event.values) for event in events)
 
 
-def _records(events: Iterable[tuple[int, float, dict[str, float]]], begun: float) -> Iterator[bytes]:
+def _records(events: Iterable[Figures], begun: float) -> Iterator[bytes]:
     yield _record(_double(1, begun) + _bytes(3, b"brain.Event:2"))
-    for step, at, values in events:
+    for event in events:
         scalars = b"".join(
             _bytes(1, _bytes(1, name.encode()) + _key(2, 5) + struct.pack("<f", value))
-            for name, value in values.items()
+            for name, value in event.values.items()
         )
-        yield _record(_double(1, at) + _key(2, 0) + _varint(step) + _bytes(5, scalars))
+        yield _record(_double(1, event.at) + _key(2, 0) + _varint(event.step) + _bytes(5, scalars))
 
 
 def _record(data: bytes) -> bytes:
