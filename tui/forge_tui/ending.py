@@ -2,8 +2,8 @@
 
 Both ask it to leave, as ``q`` does, so that a terminal that is still there is as it was before. Textual sees neither: a
 signal would end the process with the terminal in raw mode, and its input thread reads the end of a terminal that is
-gone again and again. Invariant: the process is gone ``GRACE_S`` after either, whatever its loop and its terminal do. (In a
-browser Textual hears SIGTERM itself, and the pipes to the server that shows it there are the terminal.)
+gone again and again. Invariant: the process is gone ``GRACE_S`` after either, whatever its loop and its terminal do.
+(Shown in a browser, Textual hears SIGTERM itself, and the terminal is the pipes to the server that shows it.)
 """
 
 import contextlib

@@ -72,6 +72,16 @@ def beside(blocks: Sequence[tuple[Sequence[Line], int]], gap: int = 2) -> list[L
     return out
 
 
+def flow(found: Line, width: int) -> list[Line]:
+    """Spans, none of which is divided, in as many lines as they need."""
+    out: list[Line] = [[]]
+    for span in found:
+        if out[-1] and width_of([*out[-1], (span[0].rstrip(), "")]) > width:
+            out.append([])
+        out[-1].append(span)
+    return [[*spans[:-1], (spans[-1][0].rstrip(), spans[-1][1])] for spans in out if spans]
+
+
 def rule(title: str, width: int, style: str = "muted") -> Line:
     """A heading."""
     return [(f"{title} ", f"{style} bold"), ("─" * max(0, width - cell_len(title) - 1), "rule")]

@@ -1,18 +1,23 @@
-"""Is it healthy? Five seconds must be enough: the verdict first, then what is wrong and its mend, then figures."""
+"""Is it healthy? Five seconds must be enough: the verdict first, then what is wrong and its mend, then figures; where
+time and money go; what to look at next."""
 
 from collections.abc import Sequence
 
 from textual.app import ComposeResult
 
+from forge_server.client.cost import Cost
 from forge_server.client.schemas import EventView, Overview, RolloutView
 from forge_tui import ink, plot, words
 from forge_tui.ink import Line, Span
 from forge_tui.model import Model
 from forge_tui.plot import number
 from forge_tui.sheet import Sheet
+from forge_tui.views import cost
 from forge_tui.views.base import View
 
 GAP = 3
+COST_S = 60.0
+"""At most so often the server reckons the run's cost for this screen: it reads all attempts for it."""
 
 
 class OverviewView(View):
@@ -22,6 +27,8 @@ class OverviewView(View):
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
         self.failed: list[RolloutView] = []
+        self.cost: Cost | None = None
+        self._cost_at = float("-inf")
 
     def compose(self) -> ComposeResult:
         yield Sheet(id="overview")
@@ -31,7 +38,9 @@ class OverviewView(View):
 
     def on_mount(self) -> None:
         self.query_one(Sheet).put(
-            lambda width, height: draw(self.forge.model, self.forge.recent, self.failed, width, height)
+            lambda width, height: draw(
+                self.forge.model, self.forge.recent, self.failed, self.cost, width, height
+            )
         )
 
     async def load(self) -> None:
@@ -45,14 +54,26 @@ class OverviewView(View):
                 lambda: forge.client.rollout_page(limit=100, run=forge.model.run, state="ended")
             )
             self.failed = [row for row in page.items if row.outcome != "completed"]
+        if (run := forge.model.run) is not None and forge.monotonic() - self._cost_at >= COST_S:
+            self._cost_at = forge.monotonic()
+            self.cost = await forge.ask(lambda: forge.client.cost(run))
         self.show()
+
+    def forget(self) -> None:
+        super().forget()
+        self.cost, self._cost_at = None, float("-inf")
 
     def show(self) -> None:
         self.query_one(Sheet).redraw()
 
 
 def draw(
-    model: Model, recent: Sequence[EventView], failed: Sequence[RolloutView], width: int, height: int
+    model: Model,
+    recent: Sequence[EventView],
+    failed: Sequence[RolloutView],
+    spent: Cost | None,
+    width: int,
+    height: int,
 ) -> list[Line]:
     """The whole screen."""
     found = model.overview
@@ -67,27 +88,19 @@ def draw(
     tall = max(3, (room - 9) // 3 if columns == 3 else min(10, room - 9))
     learning = _learning(model, each, tall)
     if columns == 3:
+        now = [*_attempts(found, each), [], *_traffic(model, found, each, 3), [], *_loop(model, found, each)]
+        now += [[], *_spent(spent, each)] if spent is not None else []
+        ended = _ended(found, each, max(6, room // 3))
         blocks = [
             [*learning, [], *_more_curves(model, each, tall)],
-            [
-                *_attempts(found, each),
-                [],
-                *_traffic(model, found, each, 3),
-                [],
-                *_loop(model, found, each),
-                [],
-                *_failed(failed, found.now, each, max(3, room - 22)),
-            ],
-            [
-                *_ended(found, each, max(6, room // 3)),
-                [],
-                *_recent(recent, each, max(3, room - room // 3 - 4)),
-            ],
+            [*now, [], *_failed(failed, found.now, each, max(3, room - len(now) - 2))],
+            [*ended, [], *_recent(recent, each, max(3, room - len(ended) - 2))],
         ]
     else:
         low = room < 18
         left = [*learning, *([] if low else [[]]), *_ended(found, each, max(3, room - len(learning) - 2))]
         right = [*_attempts(found, each), *_traffic(model, found, each, 0), *_loop(model, found, each)]
+        right += _spent(spent, each) if spent is not None else []
         blocks = [left, right]
     return [*top, [], *ink.beside([(block, each) for block in blocks], GAP)]
 
@@ -166,7 +179,7 @@ def _more_curves(model: Model, width: int, tall: int) -> list[Line]:
         ink.rule("Pass rate", width),
         *plot.curve(model.series("controller", "pass_rate"), width, tall, "good", floor=0.0),
         [],
-        ink.rule("KL of the update to the sampling policy", width),
+        ink.rule("KL to the sampling policy", width),
         *plot.curve(model.series("trainer", "ppo_kl"), width, max(3, tall - 1), "accent"),
     ]
 
@@ -197,7 +210,7 @@ def _attempts(found: Overview, width: int) -> list[Line]:
     pending = found.run.rollouts.get("pending", 0) if found.run else 0
     if pending:
         names.append((f"◌ {pending} wait", "muted"))
-    return [head, line, names or [("nothing is in flight", "muted")]]
+    return [head, line, *(ink.flow(names, width) if names else [[("nothing is in flight", "muted")]])]
 
 
 def _traffic(model: Model, found: Overview, width: int, tall: int) -> list[Line]:
@@ -267,7 +280,7 @@ def _loop(model: Model, found: Overview, width: int) -> list[Line]:
                     *plot.stacked(parts, width - 14),
                 ]
             )
-            lines.append(_legend(parts))
+            lines += ink.flow(_legend(parts), width)
     return lines
 
 
@@ -284,6 +297,31 @@ def _legend(parts: list[tuple[float, str, str]]) -> Line:
         (f"{fill} {name} {words.span_of(value)}  ", style)
         for (name, _, _), (value, style, fill) in zip(PHASES, parts, strict=True)
         if value
+    ]
+
+
+def _spent(found: Cost, width: int) -> list[Line]:
+    """Where time and money of the run went; the Cost screen has it in full."""
+    parts = [(name, getattr(found.loop, key), style, fill) for name, key, style, fill, _ in cost.LOOP]
+    line: Line = [(words.span_of(found.wall_s) + "   ", "text bold")]
+    if any(each.price for each in found.lines):
+        line += [(f"{found.total:,.2f} {found.currency}", "text bold")]
+        if found.per_solved is not None:
+            line += [("   solved task ", "muted"), (f"{found.per_solved:,.2f}", "text bold")]
+    else:
+        line += [("no prices in forge.toml", "muted")]
+    most = sorted((part for part in parts if part[1] > 0.005 * found.wall_s), key=lambda part: -part[1])
+    return [
+        ink.rule("Time and money (6)", width),
+        line,
+        plot.stacked([(value, style, fill) for _, value, style, fill in parts], width, found.wall_s),
+        *ink.flow(
+            [
+                (f"{fill} {name} {words.percent(value / found.wall_s)}  ", style)
+                for name, value, style, fill in most
+            ],
+            width,
+        ),
     ]
 
 
@@ -316,7 +354,7 @@ def _ended(found: Overview, width: int, most: int) -> list[Line]:
 
 
 def _failed(rows: Sequence[RolloutView], now: float, width: int, most: int) -> list[Line]:
-    lines: list[Line] = [ink.rule("Look at next: last that failed (2, then o)", width)]
+    lines: list[Line] = [ink.rule("Look at next: failures (2, o)", width)]
     for row in rows[:most]:
         mark, style = words.symbol(row.outcome)
         ago = words.span_of(now - (row.ended_at or now))
