@@ -135,13 +135,14 @@ def run_list(url: str | None, key: str | None, as_json: bool) -> None:
 @run.command("show")
 @click.argument("run_name", metavar="RUN")
 @click.option("--cost", is_flag=True, help="Also what it has cost, and where its time went.")
+@click.option("--plot", is_flag=True, help="Its metrics as curves.")
 @_url
 @_json
-def run_show(run_name: str, cost: bool, url: str | None, key: str | None, as_json: bool) -> None:
+def run_show(run_name: str, cost: bool, plot: bool, url: str | None, key: str | None, as_json: bool) -> None:
     """One run: state, counts, metrics per step."""
     from forge_server.commands import runs
 
-    runs.show(run_name, url, key, as_json, cost)
+    runs.show(run_name, url, key, as_json, cost, plot)
 
 
 def _run_action(name: Literal["pause", "resume", "cancel"], text: str) -> None:

@@ -112,23 +112,31 @@ def event_routes(store: Store, news: News) -> list[Any]:
         limit: Limit = 100,
     ) -> s.Page:
         after = decode_cursor(cursor)
-
-        def read(connection: sa.Connection) -> s.Page:
-            c = t.events.c
-            query = sa.select(t.events).order_by(c.id.desc()).limit(limit + 1)
-            if run is not None:
-                query = query.where(c.run_id == views.run_row(connection, run).id)
-            if rollout is not None:
-                query = query.where(c.rollout_id == rollout)
-            if kinds:
-                query = query.where(c.kind.in_(kinds.split(",")))
-            if after is not None:
-                query = query.where(c.id < _number(after))
-            return page(connection.execute(query).all(), limit, lambda r: str(r.id), views.event_view)
-
-        return await store.read(read)
+        return await store.read(lambda c: kept(c, run, rollout, kinds, after, limit))
 
     return [events, history]
+
+
+def kept(
+    connection: sa.Connection,
+    run: str | None,
+    rollout: str | None,
+    kinds: str | None,
+    after: str | None,
+    limit: int,
+) -> s.Page:
+    """Events that are kept, newest first; ``kinds`` with commas between. Raises NotFound: no such run."""
+    c = t.events.c
+    query = sa.select(t.events).order_by(c.id.desc()).limit(limit + 1)
+    if run is not None:
+        query = query.where(c.run_id == views.run_row(connection, run).id)
+    if rollout is not None:
+        query = query.where(c.rollout_id == rollout)
+    if kinds:
+        query = query.where(c.kind.in_(kinds.split(",")))
+    if after is not None:
+        query = query.where(c.id < _number(after))
+    return page(connection.execute(query).all(), limit, lambda r: str(r.id), views.event_view)
 
 
 def encoded(rows: Iterable[Any]) -> bytes:

@@ -308,6 +308,10 @@ class ForgeClient:
         """Events, newest first; ``filters`` are the route's parameters."""
         return self.call("GET", "/api/v1/events/history", s.EventPage, cursor=cursor, limit=limit, **filters)
 
+    def all_events(self, run: str, kinds: str) -> Iterator[s.EventView]:
+        """Every event of the run that is kept, newest first; ``kinds`` with commas between."""
+        return self._pages("/api/v1/events/history", s.EventView, None, run=run, kinds=kinds)
+
     @contextmanager
     def events(
         self, since: int | None = None, *, run: str | None = None, every: float = 0.0

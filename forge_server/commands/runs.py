@@ -7,10 +7,11 @@ from typing import Literal
 from forge_server import settings as config_tree
 from forge_server.client.http import ForgeClient
 from forge_server.client.schemas import RunPatch
-from forge_server.commands import cost
+from forge_server.commands import cost, curves
 from forge_server.commands import show as out
 from forge_server.commands.source import reading
 from forge_server.domain import mixture
+from forge_server.domain.errors import InvalidRequest
 
 COLUMNS = ("name", "id", "kind", "state", "step", "rollouts", "reason")
 
@@ -28,16 +29,21 @@ def listing(url: str | None, key: str | None, as_json: bool) -> None:
         out.rows(source.runs(), COLUMNS, as_json, empty="no runs yet; add a \\[\\[run]] to forge.toml")
 
 
-def show(run: str, url: str | None, key: str | None, as_json: bool, with_cost: bool) -> None:
+def show(run: str, url: str | None, key: str | None, as_json: bool, with_cost: bool, plot: bool) -> None:
+    if plot and as_json:
+        raise InvalidRequest("--plot draws for people", mend="leave out --plot or --json")
     with reading(url, key) as source:
         view = source.run(run)
         metrics = source.metrics(view.id)
         spent = source.cost(view.id) if with_cost else None
+        attempts = list(source.all_events(view.id, curves.ATTEMPTS)) if plot else []
     if as_json:
         out.one({"run": view, "metrics": metrics} | ({"cost": spent} if spent else {}), True)
         return
     out.one(view, False)
-    for step in metrics:
+    if plot:
+        curves.show(metrics, attempts)
+    for step in () if plot else metrics:
         shown = {name: value for name, value in step.metrics.items() if value is not None}
         out.console.print(f"[bold]step {step.step} {step.source}[/]  {out.text(shown)}", soft_wrap=True)
     if spent is not None:

@@ -9,6 +9,7 @@ import sqlalchemy as sa
 
 from forge_server.api import cost, views
 from forge_server.api.compare import compared
+from forge_server.api.events import kept
 from forge_server.api.paging import decode_cursor
 from forge_server.client import schemas as s
 from forge_server.client.cost import Cost
@@ -66,6 +67,9 @@ class StoreReader:
             return log_tails(connection, rollout_id)
 
         return self._store.read_now(read)
+
+    def all_events(self, run: str, kinds: str) -> Iterator[s.EventView]:
+        return self._pages(kept, s.EventView, None, run, None, kinds)
 
     def policies(self) -> list[s.PolicyView]:
         return self._store.read_now(views.policies)

@@ -8,30 +8,12 @@ from textual.binding import Binding
 
 from forge_server.client.schemas import PolicyView
 from forge_tui import ink, plot, words
+from forge_tui.curves import GAP, of_run, sheet
 from forge_tui.ink import Line
 from forge_tui.model import Model
-from forge_tui.plot import number
 from forge_tui.sheet import Sheet
 from forge_tui.views.base import View
 
-GAP = 3
-CURVES = (
-    ("Reward", "controller", "reward/mean", "info"),
-    ("Held-out reward", "eval", "reward/mean", "good"),
-    ("Groups with a signal", "controller", "groups/mixed_share", "good"),
-    ("KL to the sampling policy", "trainer", "ppo_kl", "accent"),
-    ("Entropy", "trainer", "entropy", "info"),
-    ("Gradient norm", "trainer", "grad_norm", "warn"),
-    ("Loss", "trainer", "loss", "info"),
-    ("Clipped share", "trainer", "clip_fraction", "warn"),
-    ("Importance weights, mean", "trainer", "is_mean", "accent"),
-    ("Effective sample size", "trainer", "is_effective_sample_size", "good"),
-    ("Logprob gap, engine to trainer", "trainer", "logprob_gap_mean", "bad"),
-    ("Staleness, mean", "controller", "staleness/mean", "warn"),
-    ("Calls per rollout", "controller", "calls/per_rollout", "info"),
-    ("Samples per rollout", "controller", "samples/per_rollout", "accent"),
-    ("Tokens trained", "controller", "tokens/trained", "info"),
-)
 PHASES = (
     ("generate", "info", "█"),
     ("assemble", "good", "░"),
@@ -100,22 +82,7 @@ def draw(model: Model, part: str, width: int, height: int) -> list[Line]:
 
 
 def _curves(model: Model, width: int, height: int) -> list[Line]:
-    columns = max(1, min(3, width // 36))
-    each = (width - GAP * (columns - 1)) // columns
-    known = [(title, model.series(source, name), style) for title, source, name, style in CURVES]
-    known = [each for each in known if any(value is not None for value in each[1])]
-    if not known:
-        return [[("This run has trained no step.", "muted")]]
-    tall = max(3, min(8, height // (-(-len(known) // columns)) - 2))
-    out: list[Line] = []
-    for first in range(0, len(known), columns):
-        blocks = []
-        for title, values, style in known[first : first + columns]:
-            last = next((v for v in reversed(values) if v is not None), None)
-            head = ink.rule(f"{title} {number(last)}", each)
-            blocks.append(([head, *plot.curve(values, each, tall, style), []], each))
-        out += ink.beside(blocks, GAP)
-    return out
+    return sheet(of_run(model.series), width, height)
 
 
 def _timeline(model: Model, width: int, most: int) -> list[Line]:
