@@ -181,8 +181,6 @@ def run_set(
     """Change the number of attempts in flight, or the mixture of harnesses, now and for later starts."""
     from forge_server.commands import runs
 
-    if in_flight is None and not harnesses:
-        raise click.UsageError("nothing is to be changed; give --in-flight N or --harness NAME=WEIGHT")
     runs.change(run_name, in_flight, harnesses, url, key)
 
 

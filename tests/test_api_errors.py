@@ -184,6 +184,8 @@ async def test_what_is_not_there(api: Rig) -> None:
     await api.refused(404, "not-found", "PATCH", "/api/v1/runs/x", json={"action": "pause"})
     for action in ("cancel", "retry"):
         await api.refused(404, "not-found", "POST", f"/api/v1/rollouts/x/{action}")
+    for action in ("evaluate", "checkpoint"):
+        await api.refused(404, "not-found", "POST", f"/api/v1/runs/x/{action}")
     await api.refused(404, "not-found", "POST", "/api/v1/rollouts", json={"run": "x"})
     await api.refused(404, "not-found", "POST", "/api/v1/rollouts", json={"task": "x"})
     await api.refused(404, "not-found", "POST", f"/api/v1/policies/{10**30}/activate")

@@ -110,6 +110,9 @@ def test_a_mixture_is_written_as_it_is_read() -> None:
     for word in ("react", "react=", "=2", "react=two", ""):
         with pytest.raises(InvalidRequest, match="NAME=WEIGHT"):
             read([word])
+    for word in ("react=0", "react=-1", "react=nan", "react=inf"):
+        with pytest.raises(InvalidRequest, match="'react' must be above 0"):
+            read([word])
     with pytest.raises(InvalidRequest, match="twice"):
         read(["react=1", "react=2"])
 

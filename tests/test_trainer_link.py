@@ -101,7 +101,9 @@ def test_a_batch_is_waited_for_and_its_digest_checked(server: Scripted, link: Li
     assert server.calls[0][:2] == ("GET", "/trainer/batches/4?session=token")
 
 
-def test_a_heartbeat_tells_what_may_be_pruned_what_to_save_and_when_to_stop(server: Scripted, link: Link) -> None:
+def test_a_heartbeat_tells_what_may_be_pruned_what_to_save_and_when_to_stop(
+    server: Scripted, link: Link
+) -> None:
     server.answers = [
         (200, {}, b'{"action": "continue", "acked_step": 2, "save": "w"}'),
         (200, {}, b'{"action": "stop", "acked_step": 3, "save": ""}'),

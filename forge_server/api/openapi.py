@@ -39,7 +39,7 @@ EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
             "n": 2,
         }
     },
-    ("patch", "/api/v1/runs/{run}"): {"action": "pause"},
+    ("patch", "/api/v1/runs/{run}"): {"action": "pause", "harnesses": {"react": 3, "codex": 1}},
     ("post", "/api/v1/rollouts"): {"task": "hello", "harness": "mine", "ttl_s": 60},
 }
 """By method and path. In this order each can be sent to a new server, with ``first`` for the run."""

@@ -52,6 +52,10 @@ def show(run: str, url: str | None, key: str | None, as_json: bool, with_cost: b
 
 def change(run: str, n: int | None, harnesses: Sequence[str], url: str | None, key: str | None) -> None:
     weights = mixture.read(harnesses) or None
+    if n is None and weights is None:
+        raise InvalidRequest(
+            "nothing is to be changed", mend="give --in-flight N or --harness NAME=WEIGHT, as often as needed"
+        )
     with ForgeClient(url, key) as client:
         view = client.patch_run(run, RunPatch(in_flight=n, harnesses=weights))
     if weights:

@@ -1,13 +1,13 @@
 """A mixture of harnesses as people write it: ``NAME=WEIGHT`` each, and the shares that the weights come to. Pure."""
 
+import math
 from collections.abc import Iterable, Mapping
 
 from forge_server.domain.errors import InvalidRequest
 
 
 def read(words: Iterable[str]) -> dict[str, float]:
-    """Weights by harness. Raises InvalidRequest naming the word that is none; whether weights are above 0 is checked
-    where they are used."""
+    """Weights by harness. Raises InvalidRequest naming the word that is none."""
     weights: dict[str, float] = {}
     for word in words:
         name, _, text = word.rpartition("=")
@@ -17,6 +17,10 @@ def read(words: Iterable[str]) -> dict[str, float]:
             name, weight = "", 0.0
         if not name:
             raise InvalidRequest(f"{word!r} is not NAME=WEIGHT", mend="write react=2, for example")
+        if not 0 < weight < math.inf:
+            raise InvalidRequest(
+                f"the weight of {name!r} must be above 0", mend="leave it out to draw none in it"
+            )
         if name in weights:
             raise InvalidRequest(f"the harness {name!r} is given twice", mend="give each once")
         weights[name] = weight

@@ -2,7 +2,7 @@
 
 They are frozen when the run is created and stored with it. A run is known by its name: equal settings
 resume it, different ones are an error that names the key (``first_change``), because the figures of a run
-whose rules changed midway mean nothing.
+whose rules changed midway mean nothing. The one thing that a person may change, the mixture, is kept beside them.
 """
 
 import math

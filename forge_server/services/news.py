@@ -7,6 +7,7 @@ from itertools import islice
 from forge_server.domain.events import EventRow
 
 KEPT = 4096
+_TURNS = ("run_", "mixture_", "evaluation_", "save_", "state_", "policy_", "hold_")
 
 
 class News:
@@ -14,14 +15,14 @@ class News:
 
     def __init__(self) -> None:
         self.count = 0
-        self.turns = 0  # of them, those after which a run or a policy is not as it was
+        self.turns = 0  # of them, those after which a run, what is asked of it or a policy is not as it was
         self.over = False
         self._changed = asyncio.Event()
         self._newest: deque[EventRow] = deque(maxlen=KEPT)
 
     def __call__(self, row: EventRow) -> None:
         self.count += 1
-        self.turns += row.kind.startswith(("run_", "policy_", "hold_"))
+        self.turns += row.kind.startswith(_TURNS)
         self._newest.append(row)
         self._wake()
 
