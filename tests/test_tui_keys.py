@@ -1,10 +1,12 @@
 """Every key of the dashboard is pressed, against the real API of a server in this process, and does what it says."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from api_rig import eventually
 from forge_tui import dialogs
 from forge_tui.app import VIEWS, ForgeApp, own_bindings
 from forge_tui.grid import Grid
@@ -28,6 +30,25 @@ class Keys:
         self.pressed |= set(keys)
         await press(self.app, self.pilot, *keys)  # type: ignore[arg-type]
         return shown(self.app)
+
+
+class Notices:
+    """What a person was told so far; how long it stands on the screen does not matter."""
+
+    def __init__(self, app: ForgeApp, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._said: list[str] = []
+        notify = app.notify
+
+        def heard(message: str, **more: Any) -> None:
+            self._said.append(message)
+            notify(message, **more)
+
+        monkeypatch.setattr(app, "notify", heard)
+
+    async def next(self, text: str) -> None:
+        """Wait until what is told next is there: it must have the text in it."""
+        await eventually(lambda: bool(self._said))
+        assert text in self._said.pop(0)
 
 
 def keys_of(holder: type) -> set[str]:
@@ -119,7 +140,7 @@ async def test_every_key_of_the_main_window(
         expected = keys_of(ForgeApp) | keys_of(Grid)
         for view in VIEWS.values():
             expected |= keys_of(view)
-        left_for_others = {"p", "i", "x", "q"}  # steering and quitting
+        left_for_others = {"p", "i", "x", "H", "E", "S", "q"}  # steering and quitting
         assert expected - keys.pressed == left_for_others
 
 
@@ -221,6 +242,102 @@ async def test_steering_asks_first_and_shows_what_came_of_it(
             await keys("q")
         assert not app.is_running
         assert keys_of(dialogs.Confirm) <= keys.pressed
+
+
+def setting(**changes: object) -> Callable[[sa.Connection], None]:
+    """The run's settings were others."""
+
+    def write(connection: sa.Connection) -> None:
+        now = connection.execute(sa.select(t.runs.c.settings).where(t.runs.c.id == RUN)).scalar_one()
+        connection.execute(sa.update(t.runs).where(t.runs.c.id == RUN).values(settings=now | changes))
+
+    return write
+
+
+async def test_the_mixture_is_read_asked_for_and_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
+) -> None:
+    async with (
+        world(tmp_path, monkeypatch) as api,
+        dashboard(api) as app,
+        app.run_test(size=size, notifications=True) as pilot,
+    ):
+        await settled(app, pilot)
+        keys, notices = Keys(app, pilot), Notices(app, monkeypatch)
+
+        async def answered(text: str, *more: str) -> str:
+            await keys("H")
+            app.screen.query_one(Input).value = text
+            return await keys("enter", *more)
+
+        assert "Mixture of run demo" in await keys("H")
+        assert app.screen.query_one(Input).value == "react=1"
+        await keys("enter")  # as it is: there is nothing to ask
+        assert not isinstance(app.screen, dialogs.Confirm)
+        for text, told in (
+            ("react=1 codex", "'codex' is not NAME=WEIGHT"),
+            ("react=1 codex=0", "'codex' must be above 0"),
+        ):
+            await answered(text)
+            await notices.next(told)
+        await answered("absent=1", "y")
+        await notices.next("there is no harness 'absent'")
+        screen = await answered("react=1 codex=3")
+        assert "Draw groups in codex 75%, react 25%?" in screen and "Instead of react 100%" in screen
+        await keys("n")
+        assert (await app.ask(lambda: app.client.run(RUN))).harnesses == {"react": 1.0}
+        await answered("react=1 codex=3", "y")
+        await notices.next("codex 75%, react 25% from now on")
+        assert (await app.ask(lambda: app.client.run(RUN))).harnesses == {"react": 1.0, "codex": 3.0}
+        app._overview_at = float("-inf")
+        await settled(app, pilot)
+        await keys("H")
+        assert app.screen.query_one(Input).value == "codex=3 react=1"
+
+
+async def test_an_evaluation_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
+) -> None:
+    async with (
+        world(tmp_path, monkeypatch) as api,
+        dashboard(api) as app,
+        app.run_test(size=size, notifications=True) as pilot,
+    ):
+        await settled(app, pilot)
+        keys, notices = Keys(app, pilot), Notices(app, monkeypatch)
+        assert "Evaluate run demo now?" in await keys("E")
+        await keys("y")
+        await notices.next("the run has no evaluation")
+        await api.server.store.write(setting(eval={"split": "train", "k": 2}))
+        await keys("E", "n")
+        assert (await app.ask(lambda: app.client.run(RUN))).asked == []
+        await keys("E", "y")
+        await notices.next("v11 of step 11: 6 tasks of split train, 2 rollouts each")
+        assert (await app.ask(lambda: app.client.run(RUN))).asked == ["evaluation"]
+        await keys("E", "y")
+        await notices.next("asked for already")
+
+
+async def test_a_checkpoint_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
+) -> None:
+    async with (
+        world(tmp_path, monkeypatch) as api,
+        dashboard(api) as app,
+        app.run_test(size=size, notifications=True) as pilot,
+    ):
+        await settled(app, pilot)
+        keys, notices = Keys(app, pilot), Notices(app, monkeypatch)
+        assert "Save the trainer of run demo now?" in await keys("S")
+        await keys("y")
+        await notices.next("every step is saved as it is")
+        assert (await app.ask(lambda: app.client.run(RUN))).asked == []
+        await api.server.store.write(setting(save_every=5))
+        await keys("S", "n")
+        assert (await app.ask(lambda: app.client.run(RUN))).asked == []
+        await keys("S", "y")
+        await notices.next("the state is saved at the end")
+        assert (await app.ask(lambda: app.client.run(RUN))).asked == ["save"]
 
 
 async def test_the_palette_and_the_mouse_reach_the_same(

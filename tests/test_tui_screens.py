@@ -23,6 +23,15 @@ SCREENS = {
     "events": ("7",),
     "keys": ("question_mark",),
 }
+STEERING = {
+    "pause": ("escape", "1", "p"),
+    "in-flight": ("n", "i"),
+    "mixture": ("escape", "H"),
+    "mixture-sure": ("end", "space", *"codex=3", "enter"),
+    "evaluate": ("n", "E"),
+    "checkpoint": ("n", "S"),
+    "end-run": ("n", "x"),
+}
 ROLLOUT = {
     "rollout-summary": ("1",),
     "rollout-conversation": ("2",),
@@ -53,10 +62,10 @@ async def test_screens_are_as_they_were(
     changed = []
     async with world(tmp_path, monkeypatch) as api, dashboard(api) as app, app.run_test(size=size) as pilot:
         await settled(app, pilot)
-        for name, keys in SCREENS.items():
+        for name, keys in (SCREENS | STEERING).items():
             await press(app, pilot, *keys)
             changed.append(same(f"{name}-{suffix}", shown(app)))
-        await press(app, pilot, "escape")
+        await press(app, pilot, "n")
         app.open_rollout(rollout_id(FEATURED))
         await settled(app, pilot)
         for name, keys in ROLLOUT.items():

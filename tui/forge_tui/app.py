@@ -12,10 +12,10 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
 from itertools import zip_longest
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar
 
 from textual import work
-from textual.app import App, ComposeResult, ScreenStackError, SystemCommand
+from textual.app import ComposeResult, ScreenStackError, SystemCommand
 from textual.binding import Binding
 from textual.css.query import NoMatches
 from textual.screen import Screen
@@ -23,15 +23,16 @@ from textual.widgets import ContentSwitcher, Footer
 
 from forge_server import __version__
 from forge_server.client.http import ApiError, ForgeClient, ServerUnreachable, WrongServer
-from forge_server.client.schemas import EventView, RunPatch
+from forge_server.client.schemas import EventView
 from forge_server.domain.errors import ForgeError, Unauthorized
 from forge_tui import ending, palette, words
-from forge_tui.dialogs import Ask, Confirm, Help, Pick
+from forge_tui.dialogs import Help, Pick
 from forge_tui.feed import Asker, Feed
 from forge_tui.grid import Grid
 from forge_tui.ink import Line
 from forge_tui.model import Model
 from forge_tui.sheet import Sheet
+from forge_tui.steering import Steering
 from forge_tui.trouble import Trouble, TroubleScreen
 from forge_tui.views.base import View
 from forge_tui.views.compare import HarnessesView, TasksView
@@ -42,7 +43,6 @@ from forge_tui.views.rollout import RolloutScreen
 from forge_tui.views.rollouts import RolloutsView
 from forge_tui.views.training import TrainingView
 
-T = TypeVar("T")
 FLUSH_S = 0.25
 OVERVIEW_S = 2.0
 RECENT = 100
@@ -57,7 +57,7 @@ VIEWS: dict[str, type[View]] = {
 }
 
 
-class ForgeApp(App[None]):
+class ForgeApp(Steering):
     """Watches the server that ``client`` talks to. ``events``: follow the stream (tests may want none)."""
 
     TITLE = "forge-server"
@@ -73,6 +73,9 @@ class ForgeApp(App[None]):
         Binding("i", "in_flight", "In flight"),
         Binding("u", "run", "Run"),
         Binding("x", "cancel_run", "End run", show=False),
+        Binding("H", "mixture", "Harness mixture", show=False),
+        Binding("E", "evaluate", "Evaluate now", show=False),
+        Binding("S", "checkpoint", "Save checkpoint now", show=False),
         Binding("d", "light", "Light", show=False),
         Binding("ctrl+r", "reload", "Read again", show=False),
         Binding("q", "quit", "Quit"),
@@ -407,6 +410,9 @@ class ForgeApp(App[None]):
         yield SystemCommand("Pause or resume the run", "", self.action_pause)
         yield SystemCommand("Set the number in flight", "N of the whole server", self.action_in_flight)
         yield SystemCommand("End the run", "and everything in it", self.action_cancel_run)
+        yield SystemCommand("Set the mixture", "harnesses that groups are drawn in", self.action_mixture)
+        yield SystemCommand("Evaluate now", "the live policy", self.action_evaluate)
+        yield SystemCommand("Save a checkpoint now", "the trainer's full state", self.action_checkpoint)
         yield SystemCommand("Look at another run", "", self.action_run)
         yield SystemCommand("Light or dark", "", self.action_light)
         yield SystemCommand("Read everything again", "", self.action_reload)
@@ -415,75 +421,6 @@ class ForgeApp(App[None]):
             "Save a picture", "SVG in the working folder", lambda: self.save_screenshot() and None
         )
         yield SystemCommand("Quit", "the server goes on", self.action_quit)
-
-    # --- steering: ask, do, show what came of it
-
-    async def _sure(self, title: str, detail: str) -> bool:
-        yes: bool = await self.push_screen_wait(Confirm(title, detail))
-        return yes
-
-    async def _do(self, what: str, act: Callable[[], T]) -> T | None:
-        try:
-            result = await self.ask(act)
-        except ForgeError as error:
-            self.notify(str(error), title=f"{what}: refused", severity="error", markup=False)
-            return None
-        self._overview_at = float("-inf")
-        self.view.stale = True
-        return result
-
-    @work(group="steer", exclusive=True)
-    async def action_pause(self) -> None:
-        run = self.model.overview.run if self.model.overview is not None else None
-        if run is None or run.state not in ("active", "paused"):
-            self.notify("There is no run that goes on.", severity="warning")
-            return
-        action: Literal["pause", "resume"] = "pause" if run.state == "active" else "resume"
-        detail = (
-            "Nothing more is launched; what is in flight goes on to its end."
-            if action == "pause"
-            else f"Launching goes on. It was paused: {run.reason or '-'}"
-        )
-        if await self._sure(f"{action.capitalize()} run {run.name}?", detail):
-            found = await self._do(action, lambda: self.client.patch_run(run.id, RunPatch(action=action)))
-            if found is not None:
-                self.notify(f"{found.name} is {found.state}", title=action.capitalize(), markup=False)
-
-    @work(group="steer", exclusive=True)
-    async def action_cancel_run(self) -> None:
-        run = self.model.overview.run if self.model.overview is not None else None
-        if run is None or run.state not in ("active", "paused"):
-            self.notify("There is no run that goes on.", severity="warning")
-            return
-        if await self._sure(f"End run {run.name}?", "All its rollouts are cancelled. It cannot be resumed."):
-            found = await self._do("End", lambda: self.client.patch_run(run.id, RunPatch(action="cancel")))
-            if found is not None:
-                self.notify(f"{found.name} is {found.state}", title="End", markup=False)
-
-    @work(group="steer", exclusive=True)
-    async def action_in_flight(self) -> None:
-        overview = self.model.overview
-        if overview is None or overview.run is None:
-            self.notify("There is no run.", severity="warning")
-            return
-        run, now = overview.run, overview.in_flight
-        text = await self.push_screen_wait(
-            Ask(
-                "Attempts in flight",
-                "N of the whole server, for its later starts too.",
-                str(now),
-                number=True,
-            )
-        )
-        if text is None or not text.isdecimal() or int(text) == now:
-            return
-        n = int(text)
-        if await self._sure(
-            f"Keep {n} attempts in flight instead of {now}?", "Those above it run to their end."
-        ):
-            done = await self._do("In flight", lambda: self.client.patch_run(run.id, RunPatch(in_flight=n)))
-            if done is not None:
-                self.notify(f"{n} attempts in flight from now on", title="In flight")
 
     @work(group="steer", exclusive=True)
     async def action_run(self) -> None:
@@ -498,20 +435,9 @@ class ForgeApp(App[None]):
             self.forget()
             self.flush()
 
-    @work(group="steer", exclusive=True)
-    async def steer_rollout(self, rollout_id: str, action: str) -> None:
-        title, detail = {
-            "cancel": ("Cancel rollout", "It ends now and is not trained."),
-            "retry": ("Retry rollout", "Its attempt in flight is given up and a new one is made."),
-        }[action]
-        if await self._sure(f"{title} {rollout_id}?", detail):
-            found = await self._do(title, lambda: self.client.rollout_action(rollout_id, action))  # type: ignore[arg-type]
-            if found is not None:
-                row = found.rollout
-                self.notify(f"{row.id} is {row.outcome or row.state}", title=title, markup=False)
-                for screen in self.screen_stack:
-                    if isinstance(screen, RolloutScreen):
-                        screen._stale = True
+    def changed(self) -> None:
+        self._overview_at = float("-inf")
+        self.view.stale = True
 
 
 def _line(version: str) -> tuple[str, ...]:

@@ -54,7 +54,7 @@ class Ask(ModalScreen[str | None]):
             yield Input(
                 self._value,
                 type="integer" if self._number else "text",
-                max_length=6 if self._number else 200,
+                max_length=6 if self._number else 1000,
                 compact=True,
             )
 

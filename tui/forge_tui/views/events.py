@@ -27,7 +27,8 @@ COLUMNS = (
 )
 FILTERS: dict[str, str] = {
     "all": "",
-    "runs and policies": "run_created,run_paused,run_resumed,run_ended,batch_assembled,checkpoint_reported,"
+    "runs and policies": "run_created,run_paused,run_resumed,run_ended,mixture_set,batch_assembled,"
+    "evaluation_asked,evaluation_done,evaluation_failed,save_asked,state_saved,checkpoint_reported,"
     "policy_exported,policy_loading,policy_live,policy_rejected,policy_retired,hold_began,hold_ended",
     "ends": "attempt_ended,rollout_ended,group_complete,group_dropped,run_ended,task_failed",
 }
