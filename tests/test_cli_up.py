@@ -115,6 +115,19 @@ def test_a_second_server_is_refused_and_the_first_goes_on(tmp_path: Path) -> Non
             assert not client.ready().ready  # it has no engine
 
 
+def test_a_second_server_on_the_same_database_is_refused(tmp_path: Path) -> None:
+    """In a folder of its own, so that only the database is shared."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir()
+    two.mkdir()
+    with up(one) as process:
+        database = one / "forge-data" / "forge.db"
+        said = refused(two, f'{QUIET}[store]\nurl = "sqlite:///{database}"\n', 1, str(database))
+        assert f"another forge-server (process {process.pid}) uses this database" in said
+        assert "stop it first, or give this one its own [store] url" in said
+        assert process.poll() is None
+
+
 def test_after_a_kill_it_starts_again(tmp_path: Path) -> None:
     with up(tmp_path) as process:
         process.kill()

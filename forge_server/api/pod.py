@@ -21,7 +21,7 @@ from forge_server.domain.errors import Conflict, InvalidRequest, NotFound, SpecE
 from forge_server.domain.events import Applied, Event, Refusal
 from forge_server.domain.outcome import Kind
 from forge_server.harness.plan import Plan
-from forge_server.lifecycle.apply import Instruction
+from forge_server.lifecycle.heartbeats import Instruction
 from forge_server.store import keys
 from forge_server.store import tables as t
 from forge_server.store.database import Store

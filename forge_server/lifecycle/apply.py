@@ -11,20 +11,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import sqlalchemy as sa
 import structlog
 
 from forge_server.domain import events as e
 from forge_server.domain.events import Applied, DeadlinePassed, Event, EventRow, Refusal
-from forge_server.domain.states import AttemptState
 from forge_server.lifecycle import attempts, deadlines, recover, runs
 from forge_server.lifecycle.change import Change, Stale
+from forge_server.lifecycle.heartbeats import Heartbeats, Instruction
 from forge_server.lifecycle.recover import Recovery
-from forge_server.store import rows
-from forge_server.store import tables as t
 from forge_server.store.database import Store
-from forge_server.store.rows import AttemptRow
 
 log = structlog.get_logger(__name__)
 
@@ -62,18 +58,6 @@ _HANDLERS: dict[type[Event], Callable[[Change, Any], Refusal | None]] = {
 }
 
 
-class Instruction(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to a heartbeat: ``stop`` means kill the harness, then seal, verify and finish.
-
-    ``left_s`` is what is left on the clock that the attempt is under; None when it is under none.
-    """
-
-    stop: bool
-    reason: str = ""
-    left_s: float | None = None
-    ended: bool = False
-
-
 class Lifecycle:
     """Applies events. ``clock`` gives unix seconds."""
 
@@ -81,6 +65,7 @@ class Lifecycle:
         self, store: Store, *, clock: Callable[[], float] = time.time, breaker_after: int = BREAKER_AFTER
     ) -> None:
         self._store, self._clock, self._breaker_after = store, clock, breaker_after
+        self._heartbeats = Heartbeats(store, clock)
         self._listeners: list[Callable[[EventRow], None]] = []
 
     def subscribe(self, fn: Callable[[EventRow], None]) -> None:
@@ -115,23 +100,7 @@ class Lifecycle:
 
     async def heartbeat(self, attempt_id: str) -> Instruction:
         """Note that the runner lives; what it should do. An unknown attempt is told that it has ended."""
-
-        def write(connection: sa.Connection) -> Instruction:
-            now = self._clock()
-            attempt = rows.by_id(connection, AttemptRow, attempt_id)
-            if attempt is None or attempt.state is AttemptState.ENDED:
-                return Instruction(stop=True, reason="ended", ended=True)
-            connection.execute(
-                sa.update(t.attempts).where(t.attempts.c.id == attempt_id).values(heartbeat_at=now)
-            )
-            reason = attempt.stop_reason
-            if not reason and attempt.sealed_at is not None:
-                reason = "sealed"
-            return Instruction(
-                stop=bool(reason), reason=reason, left_s=deadlines.left(connection, attempt, now)
-            )
-
-        return await self._store.write(write)
+        return await self._heartbeats.note(attempt_id)
 
     async def due(self, silence_s: float) -> list[DeadlinePassed]:
         """Deadlines that are behind, to be applied one by one; ``silence_s``: heartbeats may be missing

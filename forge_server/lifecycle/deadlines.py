@@ -79,12 +79,12 @@ def is_due(attempt: AttemptRow, kind: Clock, now: float, silence_s: float, held:
     return deadline + clock.uncharged(attempt.running_at, held) <= now
 
 
-def left(connection: sa.Connection, attempt: AttemptRow, now: float) -> float | None:
-    """Seconds left on the clock that the attempt's state is under, or None when it has none."""
+def left(attempt: AttemptRow, now: float, held: list[Interval]) -> float | None:
+    """Seconds left on the clock that the attempt's state is under, or None when it has none. ``held`` are the holds
+    that last (``open_holds``)."""
     if attempt.state is AttemptState.RUNNING and attempt.agent_deadline is not None:
         assert attempt.running_at is not None
-        held = clock.uncharged(attempt.running_at, open_holds(connection, now))
-        return max(0.0, attempt.agent_deadline + held - now)
+        return max(0.0, attempt.agent_deadline + clock.uncharged(attempt.running_at, held) - now)
     for kind, deadline in (
         (Clock.STARTUP, attempt.startup_deadline),
         (Clock.VERIFY, attempt.verify_deadline),

@@ -13,7 +13,7 @@ import structlog
 
 from forge_server.domain import events as e
 from forge_server.domain.events import Applied, DeadlinePassed, Event, EventRow
-from forge_server.lifecycle.apply import Instruction
+from forge_server.lifecycle.heartbeats import Instruction
 
 log = structlog.get_logger(__name__)
 
