@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-from api_rig import attached, rig
+from api_rig import attached, eventually, rig
 from engine_fake import FakeEngine
 from harness_lab import Asked, Call, Fault, Say, harness_lab
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from otlp_collector import Collector, plain
+from test_metrics import call, runner
 
 from forge_server.app import running
 from forge_server.commands.check import NotReady, check
@@ -135,26 +135,10 @@ def test_a_collector_that_hangs_keeps_nobody(
     assert collector.spans == [] and not collector.answer.is_set()  # the server has ended all the same
 
 
-async def call(registered: dict[str, Any], said: str) -> None:
-    async with httpx.AsyncClient(trust_env=False, timeout=30) as http:
-        answer = await http.post(
-            f"{registered['base_url']}/v1/chat/completions",
-            json={"model": "forge", "messages": [{"role": "user", "content": said}]},
-            headers={"authorization": f"Bearer {registered['agent_key']}"},
-        )
-        assert answer.status_code == 200, answer.text
-
-
 async def end(registered: dict[str, Any]) -> None:
-    headers = {"authorization": f"Bearer {registered['runner_key']}"}
-    async with httpx.AsyncClient(trust_env=False, timeout=30, headers=headers) as http:
-        for what, body in (
-            ("seal", {}),
-            ("reward", {"value": 0.5, "source": "external"}),
-            ("finish", {"exit_code": 0, "verifier": {"status": "ok"}}),
-        ):
-            answer = await http.post(f"{registered['base_url']}/{what}", json=body)
-            assert answer.status_code == 200, answer.text
+    await runner(registered, "seal", {})
+    await runner(registered, "reward", {"value": 0.5, "source": "external"})
+    await runner(registered, "finish", {"exit_code": 0, "verifier": {"status": "ok"}})
 
 
 async def test_the_next_server_goes_on_with_the_trace(tmp_path: Path, collector: Collector) -> None:
@@ -165,18 +149,18 @@ async def test_the_next_server_goes_on_with_the_trace(tmp_path: Path, collector:
         async with rig(tmp_path, **sections) as api:
             await api.ready()
             registered = await api.register(harness="mine")
-            await call(registered, "one")
+            assert await call(registered, "one") == 200
             traces = api.server.traces
             assert traces is not None
             await traces.look()
-            await asyncio.to_thread(heard, api.server.spans, 1)
+            await eventually(lambda: api.server.spans["sent"] == 1)
             assert len(collector.calls) == 1 and not collector.roots
-            await call(registered, "two")
+            assert await call(registered, "two") == 200
         assert len(collector.calls) == 2
         async with rig(tmp_path, **sections) as api:
             await api.ready()
             registered["base_url"] = f"{api.server.listening.pod_url}/a/{registered['attempt_id']}"
-            await call(registered, "three")
+            assert await call(registered, "three") == 200
             await end(registered)
             text = (await api.http.get("/metrics")).text
     assert [plain(span.attributes)["forge.call.seq"] for span in collector.calls] == [0, 1, 2]
@@ -184,15 +168,6 @@ async def test_the_next_server_goes_on_with_the_trace(tmp_path: Path, collector:
     assert {span.trace_id for span in collector.spans} == {root.trace_id}
     assert plain(root.attributes)["forge.attempt.reward"] == 0.5
     assert "forge_telemetry_spans" in text
-
-
-def heard(counts: Counter[str], spans: int) -> None:
-    waiting = threading.Event()
-    for _ in range(int(WAIT * 50)):
-        if counts["sent"] >= spans:
-            return
-        waiting.wait(0.02)
-    raise AssertionError(counts)
 
 
 async def test_what_cannot_be_read_is_told_at_the_next_look(
@@ -204,7 +179,7 @@ async def test_what_cannot_be_read_is_told_at_the_next_look(
     ):
         await api.ready()
         registered = await api.register(harness="mine")
-        await call(registered, "one")
+        assert await call(registered, "one") == 200
         await end(registered)
         traces, store = api.server.traces, api.server.store
         assert traces is not None
@@ -212,8 +187,28 @@ async def test_what_cannot_be_read_is_told_at_the_next_look(
             broken.setattr(store, "read", None)
             await traces.look()
         await traces.look()
-        await asyncio.to_thread(heard, api.server.spans, 2)
+        await eventually(lambda: api.server.spans["sent"] == 2)
     assert (len(collector.roots), len(collector.calls)) == (1, 1)
+
+
+async def test_a_collector_that_refuses_costs_traces(tmp_path: Path, collector: Collector) -> None:
+    async with (
+        FakeEngine().serving() as engine,
+        rig(tmp_path, **to(collector), **attached(engine.url)) as api,
+    ):
+        await api.ready()
+        registered, traces = await api.register(harness="mine"), api.server.traces
+        assert traces is not None
+        collector.status = 400
+        assert await call(registered, "one") == 200
+        await traces.look()
+        await eventually(lambda: api.server.spans["refused"] == 1)
+        collector.status = 200
+        assert await call(registered, "two") == 200
+        await end(registered)
+    assert dict(api.server.spans) == {"sent": 2, "refused": 1, "full": 0}
+    assert [plain(span.attributes)["forge.call.seq"] for span in collector.calls] == [1]
+    assert len(collector.roots) == 1
 
 
 def test_nothing_is_loaded_unless_it_is_wanted(tmp_path: Path) -> None:
