@@ -148,6 +148,7 @@ def tokens_of(text: str) -> np.ndarray[Any, np.dtype[np.int32]]:
 def seed(connection: Connection) -> None:
     c = connection
     c.execute(sa.delete(t.policies))
+    c.execute(sa.update(t.events).values(at=NOW - 3600))  # those of the server's start
     settings = {
         "name": "demo", "kind": "train", "taskset": "look", "harness": "react", "n": 4, "groups": 4, "steps": 40,
         "max_sample_tokens": 0,

@@ -38,7 +38,7 @@ from forge_tui.views.base import View
 from forge_tui.views.compare import HarnessesView, TasksView
 from forge_tui.views.cost import CostView
 from forge_tui.views.events import EventsView
-from forge_tui.views.overview import OverviewView
+from forge_tui.views.overview import OverviewView, tells
 from forge_tui.views.rollout import RolloutScreen
 from forge_tui.views.rollouts import RolloutsView
 from forge_tui.views.training import TrainingView
@@ -166,7 +166,7 @@ class ForgeApp(Steering):
         if self.leaving:
             return
         events = self.feed.drain()
-        self.recent.extend(events)
+        self.recent.extend(event for event in events if tells(event))
         if self.feed.lost != self._lost:
             self._lost = self.feed.lost
             self.forget()

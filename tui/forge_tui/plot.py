@@ -32,7 +32,8 @@ def number(value: float | None, digits: int = 3) -> str:
 def curve(
     values: Sequence[float | None], width: int, height: int, style: str = "info", floor: float | None = None
 ) -> list[Line]:
-    """The last of ``values`` that fit, joined by lines, with the least and the greatest at the left."""
+    """The last of ``values`` that fit, joined by lines, with the least and the greatest at the left; where
+    all are the same, that one."""
     label = 8
     columns = max(4, width - label)
     points = _columns(values, columns * 2)
@@ -42,12 +43,12 @@ def curve(
     low, high = min(known), max(known)
     if floor is not None:
         low = min(low, floor)
-    if high == low == floor:
+    flat, top, bottom = high == low, number(high), number(low)
+    if flat and low == floor:
         high = low + 1
-    elif high == low:
+    elif flat:
         low, high = low - 0.5 * (abs(low) or 1), high + 0.5 * (abs(high) or 1)
-    top, bottom = number(high), number(low)
-    if top == bottom:
+    if top == bottom and not flat:
         top, bottom = number(high, 5), number(low, 5)
     rows = height * 4
     canvas = [[0] * columns for _ in range(height)]
@@ -64,6 +65,8 @@ def curve(
     out: list[Line] = []
     for index, cells in enumerate(canvas):
         text = top if index == 0 else bottom if index == height - 1 else ""
+        if flat:
+            text = top if any(cells) else ""
         out.append(
             [
                 (fit(text, label - 1, "right") + " ", "muted"),

@@ -18,6 +18,10 @@ from forge_tui.views.base import View
 GAP = 3
 COST_S = 60.0
 """At most so often the server reckons the run's cost for this screen: it reads all attempts for it."""
+ON_THE_WAY = frozenset(
+    f"attempt_{state}"
+    for state in ("queued", "launching", "launched", "starting", "running", "sealed", "verifying")
+) | {"rollout_created", "reward_reported", "group_created", "group_complete"}
 
 
 class OverviewView(View):
@@ -47,8 +51,8 @@ class OverviewView(View):
         forge = self.forge
         await forge.load_metrics()
         if not forge.recent:
-            found = await forge.ask(lambda: forge.client.history(limit=50))
-            forge.recent.extend(reversed(found.items))
+            found = await forge.ask(lambda: forge.client.history(limit=200))
+            forge.recent.extend(event for event in reversed(found.items) if tells(event))
         if forge.wide:
             page = await forge.ask(
                 lambda: forge.client.rollout_page(limit=100, run=forge.model.run, state="ended")
@@ -65,6 +69,13 @@ class OverviewView(View):
 
     def show(self) -> None:
         self.query_one(Sheet).redraw()
+
+
+def tells(event: EventView) -> bool:
+    """It is worth a line here: not one of the steps that every rollout takes on its way to its end."""
+    if event.kind == "attempt_ended":
+        return event.data.get("outcome") != "completed"
+    return event.kind not in ON_THE_WAY
 
 
 def draw(
