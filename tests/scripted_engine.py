@@ -167,13 +167,13 @@ class ScriptedEngine:
     # --- life -------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def serving(self) -> Iterator["ScriptedEngine"]:
-        """Listen on a free port of the loopback, in a thread of its own."""
+    def serving(self, host: str = "127.0.0.1") -> Iterator["ScriptedEngine"]:
+        """Listen on a free port, in a thread of its own."""
         qwen3()
         loop = asyncio.new_event_loop()
         thread = threading.Thread(target=loop.run_forever, name="scripted-engine", daemon=True)
         thread.start()
-        runner = asyncio.run_coroutine_threadsafe(self._listen(), loop).result(30)
+        runner = asyncio.run_coroutine_threadsafe(self._listen(host), loop).result(30)
         try:
             yield self
         finally:
@@ -182,7 +182,7 @@ class ScriptedEngine:
             thread.join(30)
             loop.close()
 
-    async def _listen(self) -> web.AppRunner:
+    async def _listen(self, host: str) -> web.AppRunner:
         app = web.Application(middlewares=[self._guard], client_max_size=1 << 30)
         post, get = app.router.add_post, app.router.add_get
         get("/health", self._empty)
@@ -217,9 +217,9 @@ class ScriptedEngine:
         self._app = app
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        site = web.TCPSite(runner, host, 0)
         await site.start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        self.url = f"http://{host}:{runner.addresses[0][1]}"
         return runner
 
     @web.middleware
