@@ -56,7 +56,7 @@ class Tmux:
             if holds in shown if isinstance(holds, str) else holds(shown):
                 return shown
             assert time.monotonic() < end, shown
-            time.sleep(0.05)
+            time.sleep(0.1)
 
     def pid(self) -> int:
         """The process of the window: its shell, or what that has become."""

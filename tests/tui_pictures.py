@@ -1,12 +1,19 @@
-"""Draws the pictures of docs/tui.md: ``PYTHONPATH=tests python -m tui_pictures``. To be looked at afterwards."""
+"""Draws the pictures of docs/tui.md, to be looked at afterwards: ``PYTHONPATH=tests python -m tui_pictures``.
+
+With an address and a key those of the demo, while it trains there.
+"""
 
 import asyncio
 import re
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+from forge_tui.app import ForgeApp
 from tui_world import FEATURED, dashboard, press, rollout_id, settled, world
+
+from forge_server.client.http import ForgeClient
 
 OUT = Path(__file__).resolve().parents[1] / "docs" / "img"
 SIZE = (124, 34)
@@ -42,5 +49,15 @@ async def main() -> None:
             write("light", app.export_screenshot())
 
 
+async def live(url: str, key: str) -> None:
+    with ForgeClient(url, key, timeout_s=20.0) as client:
+        app = ForgeApp(client)
+        async with app.run_test(size=SIZE) as pilot:
+            await settled(app, pilot)
+            for name in ("overview", "training"):
+                await press(app, pilot, MAIN[name])
+                write(f"demo-{name}", app.export_screenshot())
+
+
 if __name__ == "__main__":
-    asyncio.run(main())
+    asyncio.run(live(*sys.argv[1:3]) if len(sys.argv) > 1 else main())
