@@ -44,6 +44,7 @@ BENCHMARKS = {
         quick=("--pods", "200", "--seconds", "20", "--churn", "5"),
         programs=("etcd", "openssl", "ip"),
     ),
+    "heartbeats": Benchmark("heartbeats.py", quick=("--runners", "500", "--seconds", "10")),
     "idle": Benchmark("idle.py", quick=("--seconds", "5")),
     "tui": Benchmark("tui.py", quick=("--seconds", "5", "--rounds", "1")),
 }
