@@ -3,11 +3,12 @@
     python benchmarks/tui.py [--seconds 20] [--keys 60]
 
 The server, in which all that happens, is one process; the dashboard is ``forge-server tui`` on a terminal of its own.
-CPU is what the processes used. A key's time is from its byte to the first paint that shows it. What one dashboard costs
-the server is too little to be seen beside what happens there. So what dashboards ask for is asked many times over, and
-what the server uses beyond what the same number of events costs in the windows before and after is divided: the stream
-and the list of rollouts are asked for as by 20 dashboards; the overview, which is computed once for all, six times as
-often as one asks for it. To reach: 25 % of a core, 150 ms at the 95th percentile, 2 % of a core.
+CPU is what the processes used. A key's time is from its byte to the first paint that shows it. What one dashboard
+costs the server is too little to be seen beside what happens there. So what dashboards ask for is asked many times
+over, and what the server uses beyond what the same number of events costs in the windows before and after is divided:
+the stream and the list of rollouts are asked for as by 20 dashboards; the overview and the run's cost, which are
+computed once for all, six and twelve times as often as one asks for them. To reach: 25 % of a core, 150 ms at the
+95th percentile, 2 % of a core.
 """
 
 import argparse
@@ -37,8 +38,8 @@ HERE = Path(__file__).resolve().parent
 REACH_CPU, REACH_KEY_MS, REACH_SERVER = 25.0, 150.0, 2.0
 SETTLE_S, KEY_S = 6.0, 5.0
 RUN = "ru-bench0000000000"
-STREAMS, OVERVIEWS = 20, 6
-LIST_S, OVERVIEW_S = 2.0, 2.0  # how often a dashboard asks
+STREAMS, OVERVIEWS, COSTS = 20, 6, 12
+LIST_S, OVERVIEW_S, COST_S = 2.0, 2.0, 60.0  # how often a dashboard asks
 
 
 def cpu_s(pid: int) -> float:
@@ -139,9 +140,13 @@ def ask(kind: str, url: str, key: str) -> None:
             if kind == "streams":
                 client.rollout_page(limit=200, run="bench", sort="created", order="desc")
                 pause = LIST_S / STREAMS
-            else:  # each spelling has an answer of its own, which is a second old when it is asked for again
+            elif kind == "overviews":
+                # each spelling has an answer of its own, which is a second old when it is asked for again
                 client.overview((None, "bench", RUN)[n % 3])
                 pause = OVERVIEW_S / OVERVIEWS
+            else:  # ten seconds old
+                client.cost(("bench", RUN)[n % 2])
+                pause = COST_S / COSTS
             time.sleep(max(0.0, began + n * pause - time.monotonic()))
 
 
@@ -204,14 +209,14 @@ def main() -> None:
 def measure(server: Server, url: str, key: str, a: argparse.Namespace) -> None:
     time.sleep(SETTLE_S)
     cpu: dict[str, list[float]] = {"overview": [], "rollouts": []}
-    costs: dict[str, list[float]] = {"streams": [], "overviews": []}
+    costs: dict[str, list[float]] = {"streams": [], "overviews": [], "costs": []}
     keys: list[float] = []
     first, since = server.events(), time.monotonic()
     for _ in range(a.rounds):
         for screen, found in cpu.items():
             found.append(watched(screen, server, Terminal(url, key), a, keys))
         before = window(server, None, a.seconds)
-        for kind, share in (("streams", STREAMS), ("overviews", OVERVIEWS)):
+        for kind, share in (("streams", STREAMS), ("overviews", OVERVIEWS), ("costs", COSTS)):
             meanwhile = asked(server, kind, url, key, a.seconds)
             after = window(server, None, a.seconds)
             alone = (before.server + after.server) / (before.events + after.events) * meanwhile.events
