@@ -255,6 +255,28 @@ def test_killed_at_any_point_the_weights_come_out_the_same(
     assert [path.name for path in folder.iterdir()] == ["step_00003"]
 
 
+def test_a_state_that_was_asked_for_is_saved_once_and_gone_on_from(
+    trainer: Trainer, cohort: Cohort, uninterrupted: Uninterrupted, serve: Callable[..., FakeServer]
+) -> None:
+    server = serve(cohort.batches(), save_every=5)
+    server.acknowledge = False
+    server.on[("heartbeat", "training", 1)] = lambda: setattr(server, "save", "wish")
+    kill = Killed()
+    server.on[("heartbeat", "training", 3)] = kill
+    lives = [trainer.work(server, started=kill.started) for _ in range(2)]
+    assert [life.returncode for life in lives] == [-9, 0], lives[-1].stderr
+
+    assert server.saved == {1: "wish"}
+    assert [session["resume_step"] for session in server.sessions] == [0, 0, 1]
+    assert server.served == [1, 2, 3, 2, 3, 4]
+    folder = Path(server.session["checkpoint_dir"])
+    states = [(folder / f"step_{step:05d}" / "state").exists() for step in (1, 2, 3)]
+    assert states == [True, False, True]  # the last step always is
+    ours = {report["k"]: report["manifest_sha256"] for report in server.checkpoints}
+    theirs = {report["k"]: report["manifest_sha256"] for report in uninterrupted.server.checkpoints}
+    assert ours == theirs
+
+
 def test_sent_back_it_replays_and_keeps_what_differs_apart(
     trainer: Trainer, cohort: Cohort, uninterrupted: Uninterrupted, serve: Callable[..., FakeServer]
 ) -> None:
@@ -348,6 +370,7 @@ def test_two_ranks_make_the_same_first_step_and_skip_gradients_that_are_not_numb
         save_every=5,
     )
     server.acknowledge = False
+    server.save = "wish"
     done = trainer.work(server, ranks=2)
     assert done.returncode == 0, done.stderr
 
@@ -366,4 +389,7 @@ def test_two_ranks_make_the_same_first_step_and_skip_gradients_that_are_not_numb
     folders = [Path(report["path"]) for report in server.checkpoints]
     one, other = (weights(folder) for folder in folders)
     assert all(np.array_equal(one[name], other[name]) for name in one)
-    assert [(folder / "state").exists() for folder in folders] == [False, True]  # the last step always is
+    # the first was asked for of rank 0, the last step always is; each rank has written its part
+    states = [sorted(path.name for path in (folder / "state").glob("model_*.pt")) for folder in folders]
+    assert states == [[f"model_world_size_2_rank_{rank}.pt" for rank in (0, 1)]] * 2
+    assert server.saved == {1: "wish"}
