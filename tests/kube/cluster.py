@@ -7,6 +7,7 @@ listen on loopback alone are out of the pods' reach.
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -194,7 +195,8 @@ class Cluster:
 
     @property
     def _cgroup(self) -> str:
-        return f"forge-kube-{self.state.name}"
+        """Of this cluster alone: kubelets remove the groups of pods that they do not know."""
+        return f"forge-kube-{hashlib.sha256(str(self.state).encode()).hexdigest()[:12]}"
 
     def _cgroups(self, node: str) -> None:
         for controller in _CONTROLLERS:
