@@ -48,6 +48,27 @@ def test_any_series_is_a_curve(values: list[float | None], width: int, height: i
     assert all(ink.width_of(line) <= max(width, 24) for line in lines)
 
 
+def test_a_curve_tells_its_ends_whole_and_invents_none() -> None:
+    labels = [line[0][0].strip() for line in plot.curve([-0.004128, 0.0007], 28, 3)]
+    assert labels == ["7.0e-4", "", "-0.0041"]
+    for same in ([0.25], [0.25, 0.25]):
+        assert [line[0][0].strip() for line in plot.curve(same, 28, 3)] == ["", "0.25", ""]
+    assert [line[0][0].strip() for line in plot.curve([0.0, 0.0], 28, 3, floor=0.0)] == ["", "", "0"]
+
+
+def test_lines_flow_and_money_is_told() -> None:
+    spans = [("one  ", ""), ("two  ", ""), ("three  ", "")]
+    assert ink.text_of(ink.flow(spans, 8)) == "one  two\nthree"
+    assert all(ink.width_of(line) <= 8 for line in ink.flow(spans, 8))
+    assert [words.money(value) for value in (None, 0.0, 0.0012, 0.37, 1234.5)] == [
+        "-",
+        "0.00",
+        "0.0012",
+        "0.37",
+        "1,234.50",
+    ]
+
+
 def test_a_curve_goes_up_when_its_values_do() -> None:
     lines = ["".join(text for text, _ in line) for line in plot.curve([0, 1, 2, 3], 28, 4)]
     first = [next(i for i, c in enumerate(line[8:]) if c != "⠀") for line in lines]

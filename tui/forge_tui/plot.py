@@ -44,12 +44,15 @@ def curve(
     if floor is not None:
         low = min(low, floor)
     flat, top, bottom = high == low, number(high), number(low)
+    if top == bottom and not flat:
+        top, bottom = number(high, 5), number(low, 5)
+    top, bottom = (
+        text if len(text) < label else number(value, 2) for text, value in ((top, high), (bottom, low))
+    )
     if flat and low == floor:
         high = low + 1
     elif flat:
         low, high = low - 0.5 * (abs(low) or 1), high + 0.5 * (abs(high) or 1)
-    if top == bottom and not flat:
-        top, bottom = number(high, 5), number(low, 5)
     rows = height * 4
     canvas = [[0] * columns for _ in range(height)]
     before: int | None = None

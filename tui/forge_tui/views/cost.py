@@ -79,7 +79,7 @@ def draw(found: Cost | None, width: int) -> list[Line]:
 
 def _money(found: Cost, width: int) -> list[Line]:
     def money(value: float | None) -> str:
-        return "-" if value is None else f"{value:,.2f} {found.currency}"
+        return "-" if value is None else f"{words.money(value)} {found.currency}"
 
     priced = any(line.price for line in found.lines)
     out: list[Line] = [

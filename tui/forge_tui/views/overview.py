@@ -316,9 +316,9 @@ def _spent(found: Cost, width: int) -> list[Line]:
     parts = [(name, getattr(found.loop, key), style, fill) for name, key, style, fill, _ in cost.LOOP]
     line: Line = [(words.span_of(found.wall_s) + "   ", "text bold")]
     if any(each.price for each in found.lines):
-        line += [(f"{found.total:,.2f} {found.currency}", "text bold")]
+        line += [(f"{words.money(found.total)} {found.currency}", "text bold")]
         if found.per_solved is not None:
-            line += [("   solved task ", "muted"), (f"{found.per_solved:,.2f}", "text bold")]
+            line += [("   solved task ", "muted"), (words.money(found.per_solved), "text bold")]
     else:
         line += [("no prices in forge.toml", "muted")]
     most = sorted((part for part in parts if part[1] > 0.005 * found.wall_s), key=lambda part: -part[1])
