@@ -104,7 +104,7 @@ def draw(
         ended = _ended(found, each, max(6, room // 3))
         blocks = [
             [*learning, [], *_more_curves(model, each, tall)],
-            [*now, [], *_failed(failed, found.now, each, max(3, room - len(now) - 2))],
+            [*now, [], *_failed(failed, found.now, each, max(1, room - len(now) - 2))],
             [*ended, [], *_recent(recent, each, max(3, room - len(ended) - 2))],
         ]
     else:
