@@ -35,10 +35,11 @@ prove-2: $(VENV)/.installed ## every installed harness in record and in splice m
 	$(BIN)/python -m tests.prove.harness_faults
 	$(BIN)/python -m tests.prove.fuzz
 
-prove-3: $(VENV)/.installed ## the table of faults, 200 real pods, and the demo on a real Kubernetes cluster (an hour)
+prove-3: $(VENV)/.installed ## the table of faults, 200 real pods, the demo and the images of the Dockerfile on a real Kubernetes cluster (two hours; wants buildah)
 	$(BIN)/python -m tests.prove.kubernetes_faults
 	$(BIN)/python -m tests.prove.kubernetes_pods
 	$(BIN)/python -m tests.prove.cluster
+	$(BIN)/python -m tests.prove.dockerfile
 
 prove-images: $(VENV)/.installed ## pictures through a real vLLM with a tiny vision model (minutes; wants torchvision)
 	$(BIN)/python -m tests.prove.images
