@@ -8,6 +8,7 @@ import asyncio
 import sqlite3
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -157,6 +158,18 @@ def test_a_second_server_is_refused_and_a_reader_is_not(database_url: str) -> No
     finally:
         first.close()
     Store.open(database_url).close()
+
+
+@pytest.mark.parametrize("database_url", ["postgres"], indirect=True)
+def test_a_server_waits_for_the_session_of_one_that_was_killed(database_url: str) -> None:
+    """Postgres notices a moment later that nobody is there any more."""
+    first = Store.open(database_url, create=True)
+    leaving = threading.Timer(0.5, first.close)
+    leaving.start()
+    try:
+        Store.open(database_url).close()
+    finally:
+        leaving.join()
 
 
 async def test_a_reader_cannot_write(database_url: str) -> None:

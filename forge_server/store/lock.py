@@ -14,6 +14,9 @@ import sqlalchemy as sa
 from forge_server.domain.errors import StoreError
 
 _ADVISORY = 0x666F726765  # "forge"
+_PATIENCE = "5s"
+"""Postgres needs a moment to notice that the session of a server that was killed is gone."""
+_TAKEN = "55P03"  # lock_not_available
 
 
 class FileLock:
@@ -47,15 +50,19 @@ class FileLock:
 
 
 def take_advisory(connection: sa.Connection, where: str) -> None:
-    """Take the Postgres lock for the life of ``connection``. Raises StoreError when another session has
-    it.
+    """Take the Postgres lock for the life of ``connection``. Raises StoreError when another session has it and
+    keeps it.
     """
-    taken = connection.execute(sa.select(sa.func.pg_try_advisory_lock(_ADVISORY))).scalar_one()
-    connection.rollback()
-    if not taken:
+    try:
+        connection.execute(sa.text(f"SET LOCAL lock_timeout = '{_PATIENCE}'"))
+        connection.execute(sa.select(sa.func.pg_advisory_lock(_ADVISORY)))
+        connection.rollback()
+    except sa.exc.OperationalError as error:
         connection.close()
+        if getattr(error.orig, "sqlstate", None) != _TAKEN:
+            raise
         raise StoreError(
             "another forge-server uses this database",
             where=where,
             mend="stop it first, or give this one its own [store] url",
-        )
+        ) from None
