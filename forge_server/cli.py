@@ -142,7 +142,7 @@ def run_show(run_name: str, cost: bool, plot: bool, url: str | None, key: str | 
     """One run: state, counts, metrics per step."""
     from forge_server.commands import runs
 
-    runs.show(run_name, url, key, as_json, cost, plot)
+    runs.show(run_name, url, key, as_json=as_json, with_cost=cost, plot=plot)
 
 
 def _run_action(name: Literal["pause", "resume", "cancel"], text: str) -> None:

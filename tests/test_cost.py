@@ -158,7 +158,7 @@ async def test_a_paused_run_costs_no_gpu(
         assert cost.pod_hours * 3600 == pytest.approx(60)
         assert cost.per_solved == cost.total == pytest.approx((100 * 4.0 + 60 * 0.5) / 3600)
         url, key = api.server.listening.control_url, api.server.admin_key
-        await asyncio.to_thread(runs.show, "run", url, key, False, True)
+        await asyncio.to_thread(runs.show, "run", url, key, as_json=False, with_cost=True, plot=False)
         told = capsys.readouterr().out
         assert "engine" in told and "0.02778 gpu" in told and "0.119 USD per solved" in told
         assert "where its 1 min 40 s went" in told

@@ -29,7 +29,7 @@ def listing(url: str | None, key: str | None, as_json: bool) -> None:
         out.rows(source.runs(), COLUMNS, as_json, empty="no runs yet; add a \\[\\[run]] to forge.toml")
 
 
-def show(run: str, url: str | None, key: str | None, as_json: bool, with_cost: bool, plot: bool) -> None:
+def show(run: str, url: str | None, key: str | None, *, as_json: bool, with_cost: bool, plot: bool) -> None:
     if plot and as_json:
         raise InvalidRequest("--plot draws for people", mend="leave out --plot or --json")
     with reading(url, key) as source:
