@@ -333,7 +333,7 @@ STAND_INS = {
 
 
 def test_every_format_is_offered_and_told() -> None:
-    formats = [*get_args(Format), *MAPPINGS, "tensorboard"]
+    formats = [*get_args(Format), *MAPPINGS, "tensorboard", "wandb"]
     (offered,) = [p.type for p in cli.commands["export"].params if p.name == "kind"]
     assert list(offered.choices) == formats
     assert re.findall(r"^\| `([\w-]+)` \| `RUN", PAGE, re.MULTILINE) == formats
