@@ -318,7 +318,8 @@ class Lab:
             over = self._ended.setdefault(run.id, threading.Event())
             assert over.wait(max_seconds + PATIENCE), f"the run never ended\n{self._logs(run.id)}"
         result = self._result(run.name, time.monotonic() - began, lookups)
-        assert lookups.listening.is_set() or not result.calls, "no sandbox was found to listen in"
+        if self.settings.scheduler.backend == "local" and result.calls:
+            assert lookups.listening.is_set(), "no sandbox was found to listen in"
         return result
 
     def export(self, folder: Path) -> int:
