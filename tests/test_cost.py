@@ -97,7 +97,13 @@ async def test_a_paused_run_costs_no_gpu(
     """The rows of a run of 100 s that was paused for 30 s, had no server for 10 s, and lost one attempt."""
     async with rig(tmp_path, cost=PRICES, **on(database_url)) as api:
         run_id = "ru-1"
-        run = {"id": run_id, "name": "run", "kind": "record", "state": "completed", "settings": {"harness": "react"}}
+        run = {
+            "id": run_id,
+            "name": "run",
+            "kind": "record",
+            "state": "completed",
+            "settings": {"harness": "react"},
+        }
 
         def rows(c: sa.Connection) -> None:
             c.execute(sa.insert(t.runs).values(created_at=1000.0, ended_at=1100.0, **run))

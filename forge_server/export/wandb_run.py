@@ -90,12 +90,13 @@ def _merged(rows: list[Figures]) -> dict[str, float]:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """The library hears nothing from the environment, but that it is not to report its errors to its makers."""
+    """The library hears nothing from the environment, but that it is not to report its errors to its makers, nor to
+    start or praise another library of theirs."""
     before = dict(os.environ)
     for name in before:
         if "WANDB" in name:
             del os.environ[name]
-    os.environ["WANDB_ERROR_REPORTING"] = "false"
+    os.environ |= {"WANDB_ERROR_REPORTING": "false", "WANDB_DISABLE_WEAVE": "true"}
     try:
         yield
     finally:
