@@ -28,11 +28,13 @@ class Lookups:
         self.listening = threading.Event()
         self._stop, self._stopped = os.pipe()
         self._over = threading.Event()
-        self._others: set[int | None] = {None}
+        self._others: dict[int | None, list[int]] = {}
+        """Namespaces that were there before, with who lived in them: the kernel gives their numbers again."""
 
     @contextlib.contextmanager
     def noted(self) -> Iterator["Lookups"]:
-        self._others |= {_namespace(pid) for pid in (os.getpid(), *_descendants(os.getpid()))}
+        for pid in (os.getpid(), *_descendants(os.getpid())):
+            self._others.setdefault(_namespace(pid), []).append(pid)
         # the thread never comes back from the namespace that it enters, so it is a thread of its own
         thread = threading.Thread(target=self._live, name="lookups", daemon=True)
         thread.start()
@@ -47,13 +49,17 @@ class Lookups:
     def _live(self) -> None:
         while not self._over.wait(_POLL_S):
             for pid in _descendants(os.getpid()):
-                if _namespace(pid) in self._others:
+                if self._is_other(_namespace(pid)):
                     continue
                 with contextlib.suppress(OSError):  # not ready yet, or gone already
                     with _listener(pid) as sock:
                         self.listening.set()
                         self._answer(sock)
                     return
+
+    def _is_other(self, namespace: int | None) -> bool:
+        lived = self._others.get(namespace, [])
+        return namespace is None or any(_namespace(pid) == namespace for pid in lived)
 
     def _answer(self, sock: socket.socket) -> None:
         while True:
