@@ -11,7 +11,7 @@ from pathlib import Path
 from sqlalchemy import Connection
 
 from forge_server.export.figures import Figures, figures
-from forge_server.export.whole import ExportError, whole_file
+from forge_server.export.whole import make_folder, whole_file
 
 _POLYNOMIAL = 0x82F63B78  # Castagnoli's, reversed
 
@@ -32,10 +32,7 @@ def export_figures(connection: Connection, run_id: str, folder: Path) -> tuple[P
     """Write ``folder/events.out.tfevents.RUN``; the file and how many values it has. Raises ExportError."""
     events = figures(connection, run_id)
     path = folder / f"events.out.tfevents.{run_id}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ExportError(str(error), where=str(folder), mend="choose another place") from error
+    make_folder(folder)
     begun = events[0].at if events else 0.0
     with whole_file(path) as target:
         target.write_bytes(b"".join(_records(events, begun)))

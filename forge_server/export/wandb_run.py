@@ -19,7 +19,7 @@ from sqlalchemy import Connection
 
 from forge_server import extras
 from forge_server.export.figures import Figures, figures
-from forge_server.export.whole import ExportError, whole_file
+from forge_server.export.whole import ExportError, make_folder, whole_file
 from forge_server.store import tables as t
 
 PROJECT = "forge-server"
@@ -35,10 +35,7 @@ def export_wandb(connection: Connection, run_id: str, folder: Path) -> tuple[Pat
     found = figures(connection, run_id)
     stamp = time.strftime("%Y%m%d_%H%M%S", time.gmtime(run.created_at))
     path = folder / f"offline-run-{stamp}-{run_id}" / f"run-{run_id}.wandb"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ExportError(str(error), where=str(folder), mend="choose another place") from error
+    make_folder(path.parent)
     with tempfile.TemporaryDirectory(prefix="forge-wandb-") as scratch, whole_file(path) as target:
         shutil.copyfile(_written(Path(scratch), run, found), target)
     path.with_name(f"{path.name}.synced").unlink(missing_ok=True)  # what is new is not uploaded yet

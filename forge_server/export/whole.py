@@ -16,6 +16,14 @@ class ExportError(ForgeError):
     type = "export"
 
 
+def make_folder(folder: Path) -> None:
+    """With those above it. Raises ExportError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ExportError(str(error), where=str(folder), mend="choose another place") from error
+
+
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """Where to write. On the way out that file becomes ``path``.
