@@ -1,18 +1,20 @@
 """Every key of the dashboard is pressed, against the real API of a server in this process, and does what it says."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from api_rig import eventually
+from api_rig import Rig, eventually
 from forge_tui import dialogs
 from forge_tui.app import VIEWS, ForgeApp, own_bindings
 from forge_tui.grid import Grid
 from forge_tui.trouble import TroubleScreen
 from forge_tui.views.rollout import RolloutScreen
 from forge_tui.views.rollouts import RolloutsView
+from textual.pilot import Pilot
 from textual.widgets import Input
 from tui_world import FEATURED, RUN, dashboard, press, rollout_id, settled, shown, world
 
@@ -60,15 +62,24 @@ def size() -> Iterator[tuple[int, int]]:
     yield (120, 40)
 
 
-async def test_every_key_of_the_main_window(
+@asynccontextmanager
+async def watching(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
-) -> None:
+) -> AsyncIterator[tuple[Rig, ForgeApp, Pilot[None]]]:
+    """A server with rows, and the dashboard that has read them."""
     async with (
         world(tmp_path, monkeypatch) as api,
         dashboard(api) as app,
         app.run_test(size=size, notifications=True) as pilot,
     ):
         await settled(app, pilot)
+        yield api, app, pilot
+
+
+async def test_every_key_of_the_main_window(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
+) -> None:
+    async with watching(tmp_path, monkeypatch, size) as (_, app, pilot):
         keys = Keys(app, pilot)
 
         # rollouts: filter, sort, group, search, move
@@ -147,12 +158,7 @@ async def test_every_key_of_the_main_window(
 async def test_every_key_of_a_rollout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
 ) -> None:
-    async with (
-        world(tmp_path, monkeypatch) as api,
-        dashboard(api) as app,
-        app.run_test(size=size, notifications=True) as pilot,
-    ):
-        await settled(app, pilot)
+    async with watching(tmp_path, monkeypatch, size) as (_, app, pilot):
         keys = Keys(app, pilot)
         await keys("2")
         app.query_one("#rollouts-grid", Grid).go(42 - FEATURED)
@@ -257,12 +263,7 @@ def setting(**changes: object) -> Callable[[sa.Connection], None]:
 async def test_the_mixture_is_read_asked_for_and_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
 ) -> None:
-    async with (
-        world(tmp_path, monkeypatch) as api,
-        dashboard(api) as app,
-        app.run_test(size=size, notifications=True) as pilot,
-    ):
-        await settled(app, pilot)
+    async with watching(tmp_path, monkeypatch, size) as (_, app, pilot):
         keys, notices = Keys(app, pilot), Notices(app, monkeypatch)
 
         async def answered(text: str, *more: str) -> str:
@@ -298,12 +299,7 @@ async def test_the_mixture_is_read_asked_for_and_set(
 async def test_an_evaluation_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
 ) -> None:
-    async with (
-        world(tmp_path, monkeypatch) as api,
-        dashboard(api) as app,
-        app.run_test(size=size, notifications=True) as pilot,
-    ):
-        await settled(app, pilot)
+    async with watching(tmp_path, monkeypatch, size) as (api, app, pilot):
         keys, notices = Keys(app, pilot), Notices(app, monkeypatch)
         assert "Evaluate run demo now?" in await keys("E")
         await keys("y")
@@ -321,12 +317,7 @@ async def test_an_evaluation_is_asked_for(
 async def test_a_checkpoint_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
 ) -> None:
-    async with (
-        world(tmp_path, monkeypatch) as api,
-        dashboard(api) as app,
-        app.run_test(size=size, notifications=True) as pilot,
-    ):
-        await settled(app, pilot)
+    async with watching(tmp_path, monkeypatch, size) as (api, app, pilot):
         keys, notices = Keys(app, pilot), Notices(app, monkeypatch)
         assert "Save the trainer of run demo now?" in await keys("S")
         await keys("y")
@@ -343,12 +334,7 @@ async def test_a_checkpoint_is_asked_for(
 async def test_the_palette_and_the_mouse_reach_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
 ) -> None:
-    async with (
-        world(tmp_path, monkeypatch) as api,
-        dashboard(api) as app,
-        app.run_test(size=size, notifications=True) as pilot,
-    ):
-        await settled(app, pilot)
+    async with watching(tmp_path, monkeypatch, size) as (_, app, pilot):
         for command in list(app.get_system_commands(app.screen)):
             if command.title.startswith("Go to "):
                 command.callback()
