@@ -66,9 +66,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     steps: int = 100  # batches trained (train), rounds of groups (record); an eval run is one round
     groups: int = 8  # groups per step
     n: int = 8  # rollouts per group
-    oversample: int = (
-        0  # further rollouts per group: with n valid ones the rest is cancelled; favours short ones
-    )
+    oversample: int = 0  # further rollouts per group: n valid ones cancel the rest; favours short ones
     mode: Literal["sync", "async"] = "sync"
 
     # how each attempt is sampled and bounded
