@@ -140,6 +140,34 @@ async def test_what_may_mend_itself_is_waited_for(tmp_path: Path) -> None:
         assert it.api.creates == 6 and list(it.api.pods) == ["at-1"]
 
 
+@pytest.mark.parametrize("lost", [False, True])
+async def test_a_refusal_never_shuts_the_last_one_out(tmp_path: Path, lost: bool) -> None:
+    """The gate opens after some that were taken, and there may be fewer of them under way than that."""
+    async with world(tmp_path) as it:
+        if lost:
+            it.api.lose = 1
+        else:
+            it.api.refusals = [(429, "TooManyRequests", "try again later")]
+        for number in range(Gate.OPENING):
+            assert it.backend.room() == 1 or number == 0
+            await it.launch(f"at-{number}")
+        assert it.backend.room() > 1 and not it.backend.trouble
+
+
+async def test_one_that_is_given_up_on_leaves_its_turn_to_the_next(tmp_path: Path) -> None:
+    async with world(tmp_path) as it:
+        it.api.refusals = [(429, "TooManyRequests", "try again later")] * 1000
+        launching = asyncio.ensure_future(it.launch())
+        await it.until(lambda: it.backend.full)
+        assert it.backend.room() == 0
+        await it.backend.stop("at-1", 1.0)
+        with pytest.raises(LaunchFailed):
+            await launching
+        assert it.backend.room() == 1
+        it.api.refusals = []
+        await it.launch("at-2")
+
+
 async def test_a_full_quota_is_no_trouble_and_is_not_stormed(tmp_path: Path) -> None:
     """Of those that wait one tries at a time; a pod that goes lets the next one in at once."""
     async with world(tmp_path) as it:

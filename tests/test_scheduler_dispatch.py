@@ -22,7 +22,6 @@ class FakeBackend:
 
     name = "local"
     trouble = ""
-    places = 1000
     seen: Fact | None = None  # by a closer look
 
     def __init__(self) -> None:
@@ -55,7 +54,7 @@ class FakeBackend:
         self.alive.discard(attempt_id)
 
     def room(self) -> int:
-        return self.places
+        return 1000
 
     async def running(self) -> frozenset[str]:
         if self.blind:

@@ -87,12 +87,15 @@ async def test_the_startup_clock_stands_while_the_backend_waits(tmp_path: Path) 
 
 async def test_no_more_are_launched_than_there_is_room_for(tmp_path: Path) -> None:
     async with dispatching(tmp_path, in_flight=8) as it:
-        it.fake.places = 3
+        it.fake.room = lambda: places - len(it.scheduler.live)
+        places = 3
         await it.group(n=8)
         await launched(it, 3)
-        it.fake.places = 0
         await it.scheduler.reconcile()
         assert len(it.of("attempt_queued")) == 3
+        places = 5
+        await launched(it, 5)
+        assert len(it.of("attempt_queued")) == 5
 
 
 async def test_a_launch_that_was_not_finished_is_taken_up_again(tmp_path: Path) -> None:

@@ -310,9 +310,14 @@ class Scheduler:
             self._spawn(self._launch(attempt_id, item), unfinished=True)
 
     def _wake_at(self, seconds: float) -> None:
+        """Fill again after ``seconds``, or before that for another reason."""
+        loop = asyncio.get_running_loop()
+        at = loop.time() + max(0.0, seconds) + 0.001
         if self._timer is not None:
+            if loop.time() < self._timer.when() <= at and not self._timer.cancelled():
+                return
             self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(max(0.0, seconds) + 0.001, self._wake.set)
+        self._timer = loop.call_at(at, self._wake.set)
 
     async def _launch(self, attempt_id: str, item: queue.Pending) -> None:
         try:

@@ -118,8 +118,10 @@ class KubernetesBackend:
         return ""
 
     def room(self) -> int:
-        if self.blind or self._gate.shut:
+        if self.blind:
             return 0
+        if self._gate.shut:  # one that is under way tries it, or a new one does: else it would stay shut
+            return 0 if self._launching else 1
         going = self._doomed.keys() & self._cache.found.keys()
         return self._capacity.room(len(self._cache.found) - len(going) + len(self._launching))
 
@@ -185,6 +187,7 @@ class KubernetesBackend:
                 if error.reason == "AlreadyExists":  # the answer to an earlier try was lost
                     found = await self._own(attempt_id)
                     if found is not None:
+                        self._gate.taken()
                         return found
                     await asyncio.sleep(_AGAIN_S)
                     continue
