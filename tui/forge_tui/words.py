@@ -73,8 +73,10 @@ def percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.0%}"
 
 
-def money(value: float) -> str:
+def money(value: float | None) -> str:
     """Without its currency; what is less than a tenth by its first digits."""
+    if value is None:
+        return "-"
     return f"{value:,.2f}" if value >= 0.1 or value <= 0 else number(value, 2)
 
 
