@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Self
 
 from forge_server.domain.errors import ConfigError
+from forge_server.store.lock import ProcessLock, Taken
 
 ADDRESS = "control.url"
 SOCKET = "pod.sock"
@@ -27,21 +28,14 @@ class DataFolder:
         self.path = path
         make(path)
         try:
-            self._lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._lock = ProcessLock(path / _LOCK)
+        except Taken as taken:
+            raise ConfigError(
+                f"another forge-server (process {taken.owner}) uses this folder", where=str(path), mend=_MEND
+            ) from None
         except OSError as error:
             raise _unusable(path, error) from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            owner = os.pread(self._lock, 32, 0).decode(errors="replace").strip()
-            os.close(self._lock)
-            raise ConfigError(
-                f"another forge-server (process {owner or 'unknown'}) uses this folder",
-                where=str(path),
-                mend=_MEND,
-            ) from None
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+        self._held = True
         (path / ADDRESS).unlink(missing_ok=True)  # of a server that was killed
 
     def __enter__(self) -> Self:
@@ -68,10 +62,10 @@ class DataFolder:
 
     def close(self) -> None:
         """The server is gone. Idempotent."""
-        if self._lock >= 0:
+        if self._held:
             (self.path / ADDRESS).unlink(missing_ok=True)
-            os.close(self._lock)
-            self._lock = -1
+            self._lock.release()
+            self._held = False
 
 
 def holder(path: Path) -> str | None:

@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from forge_server.domain.errors import StoreError
 from forge_server.store import engines, schema
 from forge_server.store.faults import database_fault
-from forge_server.store.lock import FileLock, take_advisory
+from forge_server.store.lock import ProcessLock, lock_file, take_advisory
 from forge_server.store.writer import Row, Writer, row_bytes
 
 T = TypeVar("T")
@@ -28,7 +28,7 @@ _INSERTS: dict[sa.Table, sa.Insert] = {}
 class Store:
     """Made by ``open``; used from any event loop of the process; closed once."""
 
-    def __init__(self, url: sa.URL, lock: FileLock | None, *, writes: bool, create: bool) -> None:
+    def __init__(self, url: sa.URL, lock: ProcessLock | None, *, writes: bool, create: bool) -> None:
         self.url, self.where = url, engines.place(url)
         self._lock = lock
         self._reader = engines.reader(url, READERS)
@@ -62,7 +62,7 @@ class Store:
                 file.parent.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise StoreError(f"its folder cannot be made ({error.strerror})", where=where) from None
-        held = FileLock(file) if file is not None and lock else None
+        held = lock_file(file) if file is not None and lock else None
         try:
             return cls(parsed, held, writes=lock, create=create)
         except BaseException:

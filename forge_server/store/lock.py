@@ -19,34 +19,55 @@ _PATIENCE = "5s"
 _TAKEN = "55P03"  # lock_not_available
 
 
-class FileLock:
-    """Holds ``PATH.lock`` from construction to ``release``. Raises StoreError when another process has it."""
+class Taken(Exception):
+    """Another process has the lock: ``owner`` is its id, or ``unknown``."""
 
-    def __init__(self, database: Path) -> None:
-        path = database.with_name(database.name + ".lock")
-        try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise StoreError(
-                f"the lock file cannot be written ({error.strerror})",
-                where=str(path),
-                mend="make the folder of the database writable",
-            ) from None
+    def __init__(self, owner: str) -> None:
+        self.owner = owner
+        super().__init__(owner)
+
+
+class ProcessLock:
+    """Holds an flock on ``path``, which tells this process's id, from construction to ``release``.
+
+    Raises Taken when another process has it, OSError when the file cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             owner = os.pread(self._fd, 32, 0).decode(errors="replace").strip()
             os.close(self._fd)
-            raise StoreError(
-                f"another forge-server (process {owner or 'unknown'}) uses this database",
-                where=str(database),
-                mend="stop it first, or give this one its own [store] url",
-            ) from None
+            raise Taken(owner or "unknown") from None
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
 
     def release(self) -> None:
-        os.close(self._fd)
+        """Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def lock_file(database: Path) -> ProcessLock:
+    """Take ``DATABASE.lock``. Raises StoreError."""
+    path = database.with_name(database.name + ".lock")
+    try:
+        return ProcessLock(path)
+    except Taken as taken:
+        raise StoreError(
+            f"another forge-server (process {taken.owner}) uses this database",
+            where=str(database),
+            mend="stop it first, or give this one its own [store] url",
+        ) from None
+    except OSError as error:
+        raise StoreError(
+            f"the lock file cannot be written ({error.strerror})",
+            where=str(path),
+            mend="make the folder of the database writable",
+        ) from None
 
 
 def take_advisory(connection: sa.Connection, where: str) -> None:

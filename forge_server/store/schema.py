@@ -14,7 +14,7 @@ from forge_server import assets
 from forge_server.domain.errors import StoreError
 from forge_server.store import engines
 from forge_server.store.faults import database_fault
-from forge_server.store.lock import FileLock, take_advisory
+from forge_server.store.lock import lock_file, take_advisory
 
 if TYPE_CHECKING:
     from alembic.config import Config
@@ -102,7 +102,7 @@ def _exclusively(url: sa.URL, work: Callable[[sa.Connection], None]) -> None:
     with ExitStack() as stack:
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(file)
+            lock = lock_file(file)
             stack.callback(lock.release)
         engine = engines.writer(url)
         try:
