@@ -28,7 +28,7 @@ rollouts = st.builds(
     reward=st.one_of(st.none(), rewards, st.just(float("nan"))),
     not_trained=st.sampled_from(["", "call_missing"]),
     trained_tokens=st.integers(0, 3),
-    min_version=st.integers(0, 3),
+    versions=st.frozensets(st.integers(0, 3), min_size=1),
 )
 cohorts = st.dictionaries(st.sampled_from("abcdef"), st.lists(rollouts, max_size=6), max_size=6)
 
@@ -44,9 +44,12 @@ def test_i5_infra_failures_never_reach_a_batch(cohort: dict[str, list[EndedRollo
 def test_i5_infra_failures_change_nothing_for_the_others(
     cohort: dict[str, list[EndedRollout]], outcome: Outcome
 ) -> None:
-    noise = EndedRollout(id="x", group_id="g", outcome=outcome, reward=1.0, trained_tokens=9, min_version=-9)
+    noise = EndedRollout(
+        id="x", group_id="g", outcome=outcome, reward=1.0, trained_tokens=9, versions=frozenset({-9})
+    )
     with_noise = {group: [*members, noise] for group, members in cohort.items()}
-    assert select(with_noise, 1) == select(cohort, 1)
+    usable = frozenset({1, 2, 3})
+    assert select(with_noise, usable) == select(cohort, usable)
 
 
 @given(cohorts)
@@ -75,14 +78,16 @@ def test_why_groups_are_dropped() -> None:
     cohort = {
         "one": [rollout(1.0), rollout(0.0, not_trained="call_missing")],
         "equal": [rollout(1.0), rollout(1.0), rollout(0.0, trained_tokens=0)],
-        "old": [rollout(1.0, min_version=3), rollout(0.0, min_version=1)],
-        "good": [rollout(1.0, min_version=2), rollout(0.0, min_version=2)],
+        "old": [rollout(1.0, versions=frozenset({3})), rollout(0.0, versions=frozenset({1, 2}))],
+        "another's": [rollout(1.0, versions=frozenset({2})), rollout(0.0, versions=frozenset({4}))],
+        "good": [rollout(1.0, versions=frozenset({2})), rollout(0.0, versions=frozenset({2, 3}))],
     }
-    selection = select(cohort, oldest_version=2)
+    selection = select(cohort, usable=frozenset({2, 3}))
     assert selection.dropped == {
         "one": Drop.TOO_FEW_VALID,
         "equal": Drop.EQUAL_REWARDS,
         "old": Drop.STALE,
+        "another's": Drop.STALE,
     }
     assert list(selection.groups) == ["good"]
 

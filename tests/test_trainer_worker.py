@@ -177,6 +177,19 @@ def test_a_run_is_pulled_to_its_end_and_every_checkpoint_reported(uninterrupted:
     ]
 
 
+def test_what_training_may_have_to_go_back_to_is_not_pruned(trainer: Trainer, tmp_path: Path) -> None:
+    """Step 9 is served and 10 not yet: if 10 is refused, training goes on from the state of step 5."""
+    for k in range(1, 11):
+        (tmp_path / f"step_{k:05d}" / ("state" if k % 5 == 0 else "huggingface")).mkdir(parents=True)
+    code = (
+        "import sys; from pathlib import Path; from forge_server.trainer import checkpoint as c; "
+        "folder = Path(sys.argv[1]); c.prune(folder, acked_step=9); "
+        "print([x.step for x in c.complete(folder)], c.newest_state(folder, at_most=9).step)"
+    )
+    done = trainer.run("-c", code, str(tmp_path))
+    assert done.stdout.strip() == "[5, 9, 10] 5", done.stderr
+
+
 def test_a_manifest_verifies_and_a_flipped_byte_is_found(
     trainer: Trainer, uninterrupted: Uninterrupted, tmp_path: Path
 ) -> None:

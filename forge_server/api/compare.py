@@ -69,7 +69,13 @@ def compared(connection: Connection, run: str, by: By, mode: str | None, k: int 
 
 def _cells(connection: Connection, run_id: str, mode: str | None) -> dict[tuple[str, str | None], _Cell]:
     r, c = t.rollouts.c, t.calls.c
-    mine = [r.run_id == run_id, *([r.mode == mode] if mode is not None else [])]
+    g = t.groups.c
+    unmeasured = sa.select(g.id).where(g.run_id == run_id, g.mode == "eval", g.dropped != "")
+    mine = [
+        r.run_id == run_id,
+        sa.or_(r.group_id.is_(None), r.group_id.not_in(unmeasured)),
+        *([r.mode == mode] if mode is not None else []),
+    ]
     cells: dict[tuple[str, str | None], _Cell] = defaultdict(_Cell)
     query = (
         sa.select(

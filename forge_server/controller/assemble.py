@@ -73,7 +73,8 @@ async def store_batch(events: Events, plan: Plan, body: bytes, at: float) -> Non
             for member in group.members:
                 if member.id in wanted and member.attempt_id is not None:
                     rows = sample_rows(member.id, member.attempt_id, plan.cuts[member.attempt_id])
-                    connection.execute(sa.insert(t.samples), rows)
+                    if rows:  # one that lies wholly beyond the length limit has none
+                        connection.execute(sa.insert(t.samples), rows)
 
     applied = await events.apply(event, also=also)
     if not applied.ok:

@@ -10,7 +10,7 @@ from forge_server.controller.ports import Events
 from forge_server.domain.cohort import Group, Member, new_group
 from forge_server.domain.draw import draw_harness, draw_tasks
 from forge_server.domain.errors import Conflict, TaskError
-from forge_server.domain.events import GroupCreated
+from forge_server.domain.events import GroupCreated, GroupDropped
 from forge_server.domain.run import Mode, RunSettings
 from forge_server.domain.states import RolloutState
 from forge_server.store import tables as t
@@ -24,9 +24,9 @@ class Cohorts:
         self._store, self._events = store, events
 
     async def groups(self, run_id: str, mode: Mode, step: int) -> list[Group]:
-        """All groups that were drawn for the step, in the order they were drawn."""
+        """All groups that were drawn for the step and not dropped, in the order they were drawn."""
         g = t.groups.c
-        where = (g.run_id == run_id) & (g.mode == mode) & (g.step == step)
+        where = (g.run_id == run_id) & (g.mode == mode) & (g.step == step) & (g.dropped == "")
         return await self._store.read(lambda connection: _read(connection, where))
 
     async def open_groups(self, run_id: str) -> list[Group]:
@@ -106,7 +106,9 @@ class Cohorts:
             names = settings.tasks if split == settings.split else ()
             tasks = ready_tasks(connection, settings.taskset, split, names)
             g = t.groups.c
-            query = sa.select(g.task_id).where(g.run_id == run_id, g.mode == "eval", g.step == step)
+            query = sa.select(g.task_id).where(
+                g.run_id == run_id, g.mode == "eval", g.step == step, g.dropped == ""
+            )
             done = set(connection.execute(query).scalars())
             used: Counter[str] = Counter()
             groups = []
@@ -129,6 +131,11 @@ class Cohorts:
             return groups
 
         await self._admit(await self._store.read(plan))
+
+    async def drop(self, group_ids: Sequence[str], reason: str) -> None:
+        """What these groups came to is not used; others may be drawn for them."""
+        for group_id in group_ids:
+            await self._events.apply(GroupDropped(group_id=group_id, reason=reason))
 
     async def _admit(self, groups: Sequence[GroupCreated]) -> None:
         for group in groups:

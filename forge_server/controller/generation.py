@@ -14,7 +14,7 @@ from forge_server.controller.measure import ended_rollouts, step_figures
 from forge_server.controller.ports import Events
 from forge_server.controller.recordings import cut_attempt
 from forge_server.controller.runs import Run
-from forge_server.domain.batches import EndedRollout, Selection
+from forge_server.domain.batches import Drop, EndedRollout, Selection
 from forge_server.domain.cohort import Group
 from forge_server.domain.events import RunPaused
 from forge_server.domain.policy import Version
@@ -91,6 +91,11 @@ class Workshop:
         await store_batch(self._events, plan, body, now)
         self._forget(groups)
         log.info("batch assembled", run=run.name, k=plan.k, groups=len(selection.groups), bytes=len(body))
+
+    async def drop(self, groups: Sequence[Group], reason: Drop) -> None:
+        """Train none of ``groups``; others are drawn for them."""
+        await self.cohorts.drop([group.id for group in groups], reason.value)
+        self._forget(groups)
 
     async def pause_without_signal(
         self,

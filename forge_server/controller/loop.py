@@ -94,8 +94,9 @@ class Controller:
     async def activate(self, version: int) -> None:
         """Put a kept version live by hand. Raises NotFound, Conflict, CheckpointError, EngineError."""
         for run in await self._store.read(going_runs):
-            if run.kind == "train" and run.settings.policy == self._policies.name and _wants_policy(run):
-                raise Conflict(f"run {run.name} trains this policy", mend="pause the run first")
+            if run.settings.policy == self._policies.name and _wants_policy(run):
+                does = "trains" if run.kind == "train" else "measures"
+                raise Conflict(f"run {run.name} {does} this policy", mend="pause the run first")
         await self._swapper.load(version)
 
     def _hear(self, row: EventRow) -> None:

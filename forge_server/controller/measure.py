@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, pstdev
 
+import numpy as np
+
 from forge_server.domain.batches import Drop, EndedRollout, Selection
 from forge_server.domain.cohort import Group, Member
 from forge_server.domain.outcome import Kind, Outcome
@@ -32,7 +34,7 @@ def ended_rollouts(group: Group, cuts: Mapping[str, Cut]) -> list[EndedRollout]:
                 not_trained=member.not_trained or (cut.fault or "" if cut else ""),
                 trained_tokens=cut.trained_tokens if cut else 0,
                 clipped_tokens=sum(cut.clipped.values()) if cut else 0,
-                min_version=_min_version(cut) if cut else 0,
+                versions=_versions(cut) if cut else frozenset(),
             )
         )
     return found
@@ -62,7 +64,7 @@ def step_figures(
         "rollouts/trained": len(trained),
         **reward_figures([r.reward for r in valid if r.reward is not None]),
         **_sample_figures([cut_of[r.id] for r in trained]),
-        **_staleness_figures([age(r.min_version) for r in trained if r.trained_tokens]),
+        **_staleness_figures([age(min(r.versions)) for r in trained if r.trained_tokens]),
         **_stale_figures([cut_of[r.id] for r in everyone if r.trainable and _stale(selection, r)]),
         **_surplus_figures([m for m in members.values() if m.kind == Kind.SURPLUS], cut_of),
         **_death_figures(everyone, {i: m.attempts for i, m in members.items()}, cut_of),
@@ -160,8 +162,13 @@ def _death_figures(
     return figures | {f"infra/retried_{name}": count for name, count in _by_length(retried).items()}
 
 
-def _min_version(cut: Cut) -> int:
-    return min((sample.min_version for sample in cut.samples), default=0)
+def _versions(cut: Cut) -> frozenset[int]:
+    """Those that sampled the tokens to be trained."""
+    return frozenset(
+        int(version)
+        for sample in cut.samples
+        for version in np.unique(sample.versions[sample.loss_mask == 1])
+    )
 
 
 def _by_length(tokens: Sequence[int]) -> Counter[str]:

@@ -113,7 +113,7 @@ class Steps:
         newest = max(own, key=lambda v: (v.step or 0, v.version), default=None)
         if newest is None or newest.state is not PolicyState.REJECTED:
             return False
-        if not await self._link.opened_before(run.id, newest.created_at):
+        if await self._link.fenced_off_since(run.id, newest.created_at):
             return False
         await self._link.fence_off(run.id)
         reason = f"{REJECTED}: version {newest.version} of step {newest.step}: {newest.reason}"
@@ -154,7 +154,9 @@ class Steps:
         try:
             report = await self._swapper.load(head.version)
         except CheckpointError:
-            return  # the row says so; the next look pauses the run
+            if (await self._policies.get(head.version)).state is PolicyState.REJECTED:
+                return  # the next look pauses the run
+            raise  # it was live before, and is what the run goes on from all the same
         if report is None or head.step is None:
             return
         now = self._clock()

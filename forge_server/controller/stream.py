@@ -20,8 +20,8 @@ async def generate(workshop: Workshop, run: Run, versions: Sequence[Version], li
     groups = await cohorts.open_groups(run.id)
     complete = [group for group in groups if group.complete]
     rollouts = await workshop.look_at(run, complete)
-    oldest = policy.oldest_usable(versions, run.id, run.base_version, run.step - settings.max_staleness)
-    selection = select(rollouts, oldest)
+    usable = policy.usable(versions, run.id, run.base_version, run.step - settings.max_staleness)
+    selection = select(rollouts, usable)
     ready, at_trainer = len(selection.groups), run.step - await cohorts.trained(run.id)
 
     if not at_trainer:
@@ -36,9 +36,9 @@ async def generate(workshop: Workshop, run: Run, versions: Sequence[Version], li
             await workshop.pause_without_signal(run, complete, rollouts, selection, versions)
             return True
 
-    usable = len(groups) - len(selection.dropped)  # ready or still in flight
+    good = len(groups) - len(selection.dropped)  # ready or still in flight
     bound = (settings.max_staleness + 1 - at_trainer) * settings.groups
-    wanted = min(bound, (settings.steps - run.step) * settings.groups) - usable
+    wanted = min(bound, (settings.steps - run.step) * settings.groups) - good
     if wanted > 0:
         await cohorts.draw(run.id, settings, "train", run.step + 1, 0, wanted, live)
     return False

@@ -31,6 +31,7 @@ from forge_server.store.database import Store
 from forge_server.store.step_metrics import merge_metrics
 
 LONG_POLL_S = 25.0
+FENCED_OFF = "fenced_off"
 
 
 class SessionRequest(msgspec.Struct, frozen=True):
@@ -169,12 +170,12 @@ class TrainerLink:
             seed=settings.seed,
         )
 
-    async def opened_before(self, run_id: str, at: float) -> bool:
-        """Whether the newest session was opened no later than ``at``, or there is none."""
+    async def fenced_off_since(self, run_id: str, at: float) -> bool:
+        """Whether ``fence_off`` ended the run's sessions at ``at`` or later."""
         c = t.trainer_sessions.c
-        query = sa.select(sa.func.max(c.created_at)).where(c.run_id == run_id)
-        newest = await self._store.read(lambda connection: connection.execute(query).scalar_one())
-        return newest is None or newest <= at
+        query = sa.select(sa.func.max(c.created_at)).where(c.run_id == run_id, c.phase == FENCED_OFF)
+        last = await self._store.read(lambda connection: connection.execute(query).scalar_one())
+        return last is not None and last >= at
 
     async def fence_off(self, run_id: str) -> None:
         """End every session of the run: its trainer gets Conflict and exits."""
@@ -187,7 +188,7 @@ class TrainerLink:
                 token=secrets.token_hex(24),  # nobody is told
                 world_size=0,
                 resume_step=0,
-                phase="fenced_off",
+                phase=FENCED_OFF,
                 lease_until=now,
                 created_at=now,
             )
@@ -204,7 +205,7 @@ class TrainerLink:
             versions = versions_in(connection, _settings(run).policy)
             return HeartbeatReply(
                 action="stop" if _ended(run) else "continue",
-                acked_step=policy.acknowledged_step(versions, run_id),
+                acked_step=policy.acknowledged_step(versions, run_id, _bases(connection)),
                 save=run.save_asked or "",
             )
 
@@ -323,6 +324,13 @@ class TrainerLink:
         connection.execute(
             sa.update(t.trainer_sessions).where(c.run_id == run_id, c.fence == newest.fence).values(values)
         )
+
+
+def _bases(connection: Connection) -> frozenset[int]:
+    """The versions that runs which have not ended go on from: one may have begun from another's."""
+    c = t.runs.c
+    query = sa.select(c.base_version).where(c.ended_at.is_(None), c.base_version.is_not(None))
+    return frozenset(connection.execute(query).scalars())
 
 
 def _add_session(connection: Connection, run_id: str, **values: Any) -> int:

@@ -38,7 +38,7 @@ class EndedRollout(msgspec.Struct, frozen=True, kw_only=True):
 
     ``not_trained`` is the reason of its final attempt (I4), empty when there is none; ``trained_tokens``
     counts the tokens with loss mask 1 over all its samples, ``clipped_tokens`` those that would have it but for
-    the length limit; ``min_version`` is the oldest policy version of the former.
+    the length limit; ``versions`` are the policy versions that sampled the former.
     """
 
     id: str
@@ -48,7 +48,7 @@ class EndedRollout(msgspec.Struct, frozen=True, kw_only=True):
     not_trained: str = ""
     trained_tokens: int = 0
     clipped_tokens: int = 0
-    min_version: int = 0
+    versions: frozenset[int] = frozenset()
 
     @property
     def valid(self) -> bool:
@@ -66,10 +66,10 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
     dropped: dict[str, Drop]
 
 
-def judge(rollouts: Sequence[EndedRollout], oldest_version: int | None = None) -> Drop | None:
+def judge(rollouts: Sequence[EndedRollout], usable: frozenset[int] | None = None) -> Drop | None:
     """Why the complete group of these rollouts has no place in a batch, or None.
 
-    With ``oldest_version`` the group is stale when any trainable token of it is older (async mode).
+    With ``usable`` the group is stale when any token of it to be trained was sampled by another policy version.
     """
     trainable = [r for r in rollouts if r.trainable]
     trained = [r for r in trainable if r.trained_tokens]
@@ -77,17 +77,19 @@ def judge(rollouts: Sequence[EndedRollout], oldest_version: int | None = None) -
         return Drop.TOO_FEW_VALID
     if len({r.reward for r in trainable}) == 1:
         return Drop.EQUAL_REWARDS
-    if oldest_version is not None and min(r.min_version for r in trained) < oldest_version:
+    if usable is not None and any(r.versions - usable for r in trained):
         return Drop.STALE
     return None
 
 
-def select(groups: Mapping[str, Sequence[EndedRollout]], oldest_version: int | None = None) -> Selection:
-    """Divide complete groups into those to train and those dropped, each with its reason."""
+def select(
+    groups: Mapping[str, Sequence[EndedRollout]], usable: frozenset[int] | None = None
+) -> Selection:
+    """Divide complete groups into those to train and those dropped, each with its reason; see ``judge``."""
     kept: dict[str, tuple[EndedRollout, ...]] = {}
     dropped: dict[str, Drop] = {}
     for group_id, rollouts in groups.items():
-        reason = judge(rollouts, oldest_version)
+        reason = judge(rollouts, usable)
         if reason is None:
             kept[group_id] = tuple(r for r in rollouts if r.trainable)
         else:

@@ -10,7 +10,7 @@ checkpoint of the same step that a replayed trainer reports again with other byt
      rejected   rejected; or back to where it came from, when the engine and not the checkpoint failed
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 
@@ -82,9 +82,12 @@ def head(versions: Sequence[Version], run_id: str, base: int | None) -> Version 
     return next((v for v in usable if v.version == base), None)
 
 
-def acknowledged_step(versions: Sequence[Version], run_id: str) -> int:
-    """The newest step of the run whose weights the engine took: older exports may be pruned. 0: none."""
-    return max((v.step or 0 for v in versions if v.run_id == run_id and v.served), default=0)
+def acknowledged_step(versions: Sequence[Version], run_id: str, needed: Collection[int] = ()) -> int:
+    """The newest step of the run whose weights the engine took, and not above that of a version that is ``needed``:
+    older exports may be pruned. 0: none."""
+    own = [v for v in versions if v.run_id == run_id]
+    served = max((v.step or 0 for v in own if v.served), default=0)
+    return min([served, *(v.step or 0 for v in own if v.version in needed)])
 
 
 def resume_step(versions: Sequence[Version], run_id: str, at_most: int) -> int:
@@ -99,16 +102,15 @@ def resume_step(versions: Sequence[Version], run_id: str, at_most: int) -> int:
     return next((step for step in range(at_most, 0, -1) if step not in bad), 0)
 
 
-def oldest_usable(versions: Sequence[Version], run_id: str, base: int | None, step: int) -> int | None:
-    """The least version number that is of ``step`` of the run or later; None: any is recent enough.
+def usable(versions: Sequence[Version], run_id: str, base: int | None, step: int) -> frozenset[int]:
+    """The versions whose tokens the run may train: its own of ``step`` or later, and ``base``, which it started from,
+    as long as ``step`` is not above 0.
 
-    Versions of other runs that were live in between have lower numbers than those of later steps.
+    What is in flight goes on while its run is paused, whatever is put live meanwhile: weights of other runs are none
+    of these, not even those with a higher number.
     """
-    if step <= 0:
-        return base
-    recent = [v for v in versions if v.run_id == run_id and v.step is not None and v.step >= step]
-    usable = [v.version for v in recent if v.served]
-    return min(usable, default=None)
+    own = {v.version for v in versions if v.run_id == run_id and v.step is not None and v.step >= step}
+    return frozenset(own | ({base} if base is not None and step <= 0 else set()))
 
 
 def interrupted(versions: Sequence[Version]) -> Version | None:

@@ -96,5 +96,4 @@ def _judged(rollout: Rollout, found: Cut) -> EndedRollout:
         reward=rollout.reward,
         trained_tokens=found.trained_tokens,
         clipped_tokens=sum(found.clipped.values()),
-        min_version=min((sample.min_version for sample in found.samples), default=0),
     )

@@ -77,10 +77,12 @@ def discard_unfinished(folder: Path) -> None:
 
 
 def prune(folder: Path, *, acked_step: int) -> None:
-    """Remove checkpoints older than the one the engine acknowledged; what training resumes from stays."""
-    needed = newest_state(folder)
+    """Remove checkpoints older than the one the engine acknowledged; what training resumes from stays, also if all
+    that is newer than that one is rejected."""
+    states = (newest_state(folder), newest_state(folder, at_most=acked_step))
+    needed = {state.path for state in states if state is not None}
     for checkpoint in complete(folder):
-        if checkpoint.step < acked_step and (needed is None or checkpoint.path != needed.path):
+        if checkpoint.step < acked_step and checkpoint.path not in needed:
             # Rename first: a folder that is being removed must not look complete.
             doomed = checkpoint.path.with_name(f".{checkpoint.path.name}.old")
             checkpoint.path.rename(doomed)
