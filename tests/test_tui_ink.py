@@ -24,11 +24,80 @@ def test_nothing_that_was_written_reaches_the_terminal_as_a_command(text: str) -
     assert painted.cell_length == 40
 
 
-@given(TEXTS, st.integers(1, 60))
+WIDE = st.one_of(TEXTS, st.text(alphabet="ab é中字\u0301\u200d\ufe0f❤👩🗑\t\r\n ", max_size=200))
+
+
+@given(WIDE, st.integers(1, 60))
 def test_wrapped_text_keeps_its_words_and_its_width(text: str, width: int) -> None:
     rows = ink.wrap(text, width)
     assert all(cell_len(row) <= max(width, 2) for row in rows)  # a wide character alone may take two
     assert "".join(rows).replace(" ", "") == "".join(map(ink.plain, text.split("\n"))).replace(" ", "")
+
+
+def wrapped_plainly(text: str, width: int) -> list[str]:
+    """What ``ink.wrap`` means; it looks at everything that is left for every row."""
+    out = []
+    for paragraph in text.split("\n"):
+        rest = ink.plain(paragraph)
+        while cell_len(rest) > width:
+            end = max(at for at in range(len(rest)) if cell_len(rest[:at]) <= width)
+            space = rest.rfind(" ", 0, end + 1)
+            at = space if space > end // 2 else end
+            out.append(rest[:at])
+            rest = rest[at:].removeprefix(" ") if at == space else rest[at:]
+        out.append(rest)
+    return out
+
+
+@given(WIDE.map(lambda text: text.replace("\u200d", "").replace("\ufe0f", "")), st.integers(2, 30))
+def test_text_is_wrapped_as_it_is_plainly_meant(text: str, width: int) -> None:
+    assert ink.wrap(text, width) == wrapped_plainly(text, width)
+
+
+@pytest.mark.parametrize(
+    "unit", ["中文字 ", "中文字", "abcdefg ", "abcdefgh", "\rDownloading 12%", "é\u0301", "❤\ufe0f"]
+)
+def test_a_long_line_is_looked_at_about_once(unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = 0
+
+    def counting(text: str) -> int:
+        nonlocal looked
+        looked += len(text)
+        return cell_len(text)
+
+    for name in ("cell_len", "get_character_cell_size"):
+        monkeypatch.setattr(ink, name, counting)
+    text = unit * (20_000 // len(unit))
+    assert len(ink.wrap(text, 90)) > 1
+    assert looked <= 2 * len(text)
+
+
+@pytest.mark.parametrize("text", ["中文字 " * 20_000, "word " * 20_000, "line\n" * 20_000, "\tx\n" * 20_000])
+def test_of_what_is_folded_away_nothing_is_wrapped(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, wrapped = ink.plain, 0
+
+    def counting(paragraph: str) -> str:
+        nonlocal wrapped
+        wrapped += len(paragraph)
+        return plain(paragraph)
+
+    monkeypatch.setattr(ink, "plain", counting)
+    short, long = (talk._folded(shown, 90, whole=False) for shown in (text[:9000], text))
+    assert wrapped < 10_000
+    assert short[:-1] == long[:-1] == ink.wrap(text, 90)[: talk.FOLDED]
+    left = "".join(text.split()).removeprefix("".join("".join(long[:-1]).split()))
+    assert long[-1] == f"… {plot.number(len(left))} more characters (e unfolds)"
+
+
+def test_a_text_that_is_folded_says_how_many_lines() -> None:
+    lines = [f"line {i}" for i in range(30)]
+    assert talk._folded("\n".join(lines), 40, whole=False) == [*lines[:10], "… 20 more lines (e unfolds)"]
+    assert (
+        talk._folded("\n".join(lines[:11]), 40, whole=False) == lines[:11]
+    )  # one line takes the room of the word
+    assert talk._folded("\n".join(lines), 40, whole=True) == lines
+    unseen = "a\u0301" + "\u0301" * 10_000 + "\n" + "\n".join(lines)  # takes the room of one letter
+    assert talk._folded(unseen, 40, whole=False)[-1] == "… 21 more lines (e unfolds)"
 
 
 @given(TEXTS.map(ink.plain), st.integers(0, 40))

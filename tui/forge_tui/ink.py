@@ -6,7 +6,7 @@ A line is a list of (text, style); a style is words that ``palette.style`` under
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 
-from rich.cells import cell_len, set_cell_size
+from rich.cells import cell_len, get_character_cell_size, set_cell_size
 from rich.segment import Segment
 from textual.strip import Strip
 
@@ -15,6 +15,7 @@ from forge_tui import palette
 Span = tuple[str, str]
 Line = list[Span]
 
+EMOJI = "\ufe0f"  # makes the character before it as wide as an emoji
 _CONTROLS = {i: 0x2400 + i for i in range(32)} | {0x7F: 0x2421} | {i: 0xFFFD for i in range(0x80, 0xA0)}
 _CONTROLS |= {0x200E: None, 0x200F: None} | {
     i: None for i in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))
@@ -88,30 +89,35 @@ def rule(title: str, width: int, style: str = "muted") -> Line:
 
 
 def wrap(text: str, width: int) -> list[str]:
-    """``text`` in rows of at most ``width`` cells, broken at spaces where it goes."""
+    """``text`` in rows of at most ``width`` cells, broken at spaces where it goes. Looks only at what may fit into
+    the next row: an agent may write a megabyte without a line break."""
     width = max(width, 1)
     out = []
     for paragraph in text.split("\n"):
-        rest = plain(paragraph)
-        while cell_len(rest) > width:
-            end = _reach(rest, width)
-            space = rest.rfind(" ", 0, end + 1)
-            at = space if space > end // 2 else end
-            out.append(rest[:at])
-            rest = rest[at:].removeprefix(" ") if at == space else rest[at:]
-        out.append(rest)
+        shown = plain(paragraph)
+        at = 0
+        while (end := _reach(shown, at, width)) < len(shown):
+            space = shown.rfind(" ", at, end + 1)
+            if space - at > (end - at) // 2:
+                out.append(shown[at:space])
+                at = space + 1
+            else:
+                out.append(shown[at:end])
+                at = end
+        out.append(shown[at:])
     return out
 
 
-def _reach(text: str, width: int) -> int:
-    """How many characters fit into ``width`` cells; at least one."""
+def _reach(text: str, at: int, width: int) -> int:
+    """Where a row that begins at ``at`` has to end; it takes at least one character."""
     if text.isascii():
-        return width
+        return min(at + width, len(text))
     used = 0
-    for at, character in enumerate(text):
-        used += cell_len(character)
+    for end in range(at, len(text)):
+        character = text[end]
+        used += 1 if character == EMOJI else get_character_cell_size(character)
         if used > width:
-            return max(at, 1)
+            return max(end, at + 1)
     return len(text)
 
 

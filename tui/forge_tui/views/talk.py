@@ -14,6 +14,7 @@ from forge_tui.palette import SERIES
 from forge_tui.plot import number
 
 FOLDED = 10
+MEASURED = 40  # rows: how many lines are folded is counted of texts up to this length
 _STYLES = {"system": "muted", "developer": "muted", "user": "warn", "assistant": "good", "tool": "accent"}
 
 
@@ -106,10 +107,22 @@ def said(message: Any, width: int, whole: bool) -> list[Line]:
 
 
 def _folded(text: str, width: int, whole: bool, most: int = FOLDED) -> list[str]:
-    rows = ink.wrap(text, width)
+    """Of a text that is long and folded only the beginning is wrapped: the screen is painted again and again."""
+    begin = text if whole else text[: MEASURED * (max(width, 1) + 1)]
+    rows = ink.wrap(begin, width)
+    if len(begin) < len(text) and len(rows) < most + 2:  # much of it takes no room
+        begin, rows = text, ink.wrap(text, width)
     if whole or len(rows) <= most + 1:
         return rows
-    return [*rows[:most], f"… {len(rows) - most} more lines (e unfolds)"]
+    left = f"{len(rows) - most} more lines"
+    if len(begin) < len(text):
+        left = f"{number(_characters(text) - sum(map(_characters, rows[:most])))} more characters"
+    return [*rows[:most], f"… {left} (e unfolds)"]
+
+
+def _characters(text: str) -> int:
+    """How many there are, without those that wrapping may drop."""
+    return len(text) - sum(map(text.count, " \t\n"))
 
 
 def text_of(content: Any) -> str:
