@@ -3,6 +3,7 @@
 import asyncio
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -15,9 +16,11 @@ import sqlalchemy as sa
 from api_rig import Rig, attached, line, on, rig
 from engine_fake import FakeEngine
 
-from forge_server.client.http import ForgeClient
+from forge_server.client.http import ForgeClient, ServerUnreachable
 from forge_server.client.rollout import rollout
-from forge_server.domain.errors import ForgeError
+from forge_server.domain.errors import ForgeError, StoreError
+from forge_server.domain.events import Applied, Event, RewardReported
+from forge_server.settings import ServerSettings
 from forge_server.store import tables as t
 
 pytestmark = pytest.mark.timeout(180)
@@ -119,6 +122,77 @@ async def test_the_client_sends_heartbeats_and_hears_that_it_should_stop(tmp_pat
         await asyncio.to_thread(work)
         assert seen["reason"] == "ended"
         assert (await detail(api, seen["id"]))["rollout"]["outcome"] == "cancelled"
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+async def test_a_reward_waits_for_a_server_that_restarts(tmp_path: Path) -> None:
+    ports = ServerSettings(port=free_port(), control_port=free_port())
+    async with FakeEngine().serving() as engine:
+        async with rig(tmp_path, server=ports, **attached(engine.url)) as api:
+            await api.ready()
+            with ForgeClient(api.server.listening.control_url, api.server.admin_key) as client:
+                block = rollout(client)
+                mine = await asyncio.to_thread(block.__enter__)
+            async with httpx.AsyncClient(trust_env=False, timeout=30) as http:
+                answer = await http.post(
+                    f"{mine.base_url}/chat/completions",
+                    json={"model": "forge", "messages": [{"role": "user", "content": "hi"}]},
+                    headers={"authorization": f"Bearer {mine.agent_key}"},
+                )
+                assert answer.status_code == 200
+        rewarded = asyncio.create_task(asyncio.to_thread(mine.reward, 1.0))
+        await asyncio.sleep(0.5)
+        assert not rewarded.done()
+        async with rig(tmp_path, server=ports, **attached(engine.url)) as api:
+            await rewarded
+            await asyncio.to_thread(block.__exit__, None, None, None)
+            found = await ended(api, mine.registration.rollout_id)
+            assert (found["outcome"], found["reward"]) == ("completed", 1.0)
+
+
+async def test_a_reward_waits_for_a_database_in_trouble(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with rig(tmp_path) as api:
+        apply, refused = api.server.lifecycle.apply, []
+
+        async def stumbling(event: Event, **more: Any) -> Applied:
+            if isinstance(event, RewardReported) and len(refused) < 2:
+                refused.append(event)
+                raise StoreError("the disk that holds the database is full")
+            return await apply(event, **more)
+
+        monkeypatch.setattr(api.server.lifecycle, "apply", stumbling)
+
+        def work() -> str:
+            with ForgeClient(api.server.listening.control_url, api.server.admin_key) as client:
+                with rollout(client) as mine:
+                    mine.reward(0.5)
+                return mine.registration.rollout_id
+
+        found = await detail(api, await asyncio.to_thread(work))
+        assert len(refused) == 2 and [reward["value"] for reward in found["rewards"]] == [0.5]
+
+
+async def test_a_server_that_stays_away_is_told_and_hides_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forge_server.client.rollout.AWAY_S", 0.5)
+    async with rig(tmp_path) as api:
+        with ForgeClient(api.server.listening.control_url, api.server.admin_key) as client:
+            blocks = [rollout(client) for _ in range(2)]
+            mine, other = [await asyncio.to_thread(block.__enter__) for block in blocks]
+    with pytest.raises(ServerUnreachable, match=r"no forge-server took seal for 0\.5 s \(ConnectError\)"):
+        await asyncio.to_thread(mine.reward, 1.0)
+    for block, error in zip(blocks, (KeyboardInterrupt(), ValueError("mine")), strict=True):
+        with pytest.raises(type(error)):
+            await asyncio.to_thread(block.gen.throw, error)
+    assert not mine.finished and not other.finished
 
 
 async def test_heartbeats_keep_it_alive(tmp_path: Path) -> None:

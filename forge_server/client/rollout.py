@@ -1,17 +1,23 @@
 """Register a rollout from outside: ``with rollout(client, task=...) as r: ... r.reward(1.0)``."""
 
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 import httpx
 
-from forge_server.client.http import ForgeClient
+from forge_server.client.http import ForgeClient, ServerUnreachable
 from forge_server.client.schemas import Registration, RolloutCreate
 from forge_server.domain.errors import ForgeError
 
 BEATS_PER_TTL = 3
+
+AWAY_S = 120.0
+"""How long a server that restarts, or whose database is in trouble, is waited for."""
+
+LONGEST_PAUSE_S = 2.0
 
 
 class ExternalRollout:
@@ -35,6 +41,7 @@ class ExternalRollout:
             ),  # reading certificates costs more than the rollout
         )
         self.finished = self._rewarded = False
+        self._away_since: float | None = None
         self.stop, self.stop_reason = threading.Event(), ""
         self._over = threading.Event()
         self._heart: threading.Thread | None = None
@@ -52,7 +59,31 @@ class ExternalRollout:
         return self.registration.agent_key
 
     def _post(self, path: str, body: dict[str, Any]) -> None:
-        response = self._http.post(f"{self._http.base_url}{path}", json=body)
+        """Whatever is posted here may be said twice: it is sent again until the server has been away for ``AWAY_S``.
+        A second thing that is to be said to it then waits no more. Raises ServerUnreachable and ForgeError.
+        """
+        pause = 0.1
+        while True:
+            try:
+                response = self._http.post(f"{self._http.base_url}{path}", json=body)
+            except httpx.TransportError as error:
+                trouble = error.__class__.__name__
+            else:
+                if response.status_code != 503:
+                    break
+                trouble = f"503: {response.text[:300]}"
+            now = time.monotonic()
+            if self._away_since is None:
+                self._away_since = now
+            if now + pause > self._away_since + AWAY_S:
+                raise ServerUnreachable(
+                    f"no forge-server took {path} for {AWAY_S:g} s ({trouble})",
+                    where=self.registration.base_url,
+                    mend="check that it runs",
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+        self._away_since = None
         if response.status_code >= 400:
             raise ForgeError(f"the server answered {response.status_code} to {path}: {response.text[:300]}")
 
@@ -109,7 +140,7 @@ def rollout(
     mode: Literal["record", "eval", "train"] = "record",
     ttl_s: float | None = 120.0,
 ) -> Iterator[ExternalRollout]:
-    """Register, run the body, finish. An exception in the body finishes the rollout with that error.
+    """Register, run the body, finish. An exception in the body finishes the rollout with that error, and is raised.
 
     When this process is gone for ``ttl_s`` the rollout is lost; None: only its agent clock ends it.
     """
@@ -117,11 +148,13 @@ def rollout(
     external = ExternalRollout(client.register(body), ttl_s=ttl_s)
     try:
         yield external
-        if not external.finished:
-            external.finish()
     except BaseException as error:
         if not external.finished:
-            external.finish(exit_code=1, error=f"{type(error).__name__}: {error}")
+            with suppress(ForgeError):  # the body's own error is the one to be told
+                external.finish(exit_code=1, error=f"{type(error).__name__}: {error}")
         raise
+    else:
+        if not external.finished:
+            external.finish()
     finally:
         external.close()
