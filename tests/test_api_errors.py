@@ -160,6 +160,8 @@ async def test_a_large_body_is_refused(api: Rig) -> None:
         ("/api/v1/tasks?set=a", "unknown parameter 'set'"),
         ("/api/v1/policies?x=1", "known: none"),
         ("/api/v1/rollouts/x/calls?messages=perhaps", "messages"),
+        (f"/api/v1/runs/x/metrics?since={10**25}", "since"),
+        (f"/api/v1/rollouts/x/turns?since={2**31}", "since"),
         ("/api/v1/events?since=x", "since"),
         ("/api/v1/events?since=-1", "since"),
         ("/api/v1/events?since=99999999999999999999", "since"),

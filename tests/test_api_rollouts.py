@@ -149,6 +149,33 @@ async def test_what_a_registration_names_must_be_there_once(tmp_path: Path) -> N
         await api.refused(409, "conflict", "POST", "/api/v1/rollouts", json={"run": "mine"})
 
 
+async def test_windows_tells_how_a_harness_ended(tmp_path: Path, database_url: str) -> None:
+    """0xC0000005 has no place in a signed column of 32 bits."""
+    async with rig(tmp_path, **on(database_url)) as api:
+        for told, kept in ((0xC0000005, -1073741819), (-(2**31), -(2**31)), (2**31 - 1, 2**31 - 1), (3, 3)):
+            registered = await api.register()
+            assert await pod(registered, "runner_key", "finish", {"exit_code": told}) == 200
+            (attempt,) = (await detail(api, registered["rollout_id"]))["attempts"]
+            assert attempt["exit_code"] == kept
+
+
+@pytest.mark.parametrize("number", [10**25, -(10**25), 2**63])
+async def test_numbers_that_no_column_holds_are_refused(
+    tmp_path: Path, database_url: str, number: int
+) -> None:
+    async with rig(tmp_path, **on(database_url)) as api:
+        registered = await api.register()
+        for route, body in (
+            ("reward", {"value": 1.0, "source": "external", "call_id": number}),
+            ("events", {"events": [{"kind": "receipts", "read": [number]}]}),
+            ("events", {"events": [{"kind": "receipts", "lost": [number]}]}),
+            ("events", {"events": [{"kind": "harness_exited", "exit_code": number}]}),
+            ("finish", {"exit_code": number}),
+        ):
+            assert await pod(registered, "runner_key", route, body) == 400, route
+        assert (await detail(api, registered["rollout_id"]))["rollout"]["state"] == "active"
+
+
 async def test_lists_are_filtered(tmp_path: Path) -> None:
     async with rig(tmp_path) as api:
         await api.create_run("mine", harness="external")

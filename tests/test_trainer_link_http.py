@@ -68,6 +68,16 @@ async def test_a_session_tells_all_that_a_trainer_needs(database_url: str, tmp_p
         assert session.checkpoint_dir == str(tmp_path / run_id / "checkpoints")
 
 
+async def test_a_number_that_the_database_cannot_hold_is_the_requests_fault(
+    database_url: str, tmp_path: Path
+) -> None:
+    async with world(database_url, tmp_path) as w:
+        run_id = await _ready(w)
+        url, key = w.trainer_url(run_id) + "/sessions", keys.trainer_key(w.secret, run_id)
+        for number in (2**63, 10**25):
+            assert await _status(url, key, {"world_size": number, "resume_step": 0}) == 400
+
+
 async def test_a_newer_session_fences_off_every_older_one(database_url: str, tmp_path: Path) -> None:
     async with world(database_url, tmp_path) as w:
         run_id = await _ready(w)

@@ -13,6 +13,7 @@ from litestar.params import FromPath, QueryParameter
 from sqlalchemy import Connection
 
 from forge_server.api import views
+from forge_server.api.paging import Since
 from forge_server.client import schemas as s
 from forge_server.domain.errors import NotFound
 from forge_server.store import messages
@@ -36,7 +37,7 @@ def inspect_routes(store: Store, pieces: Pieces, window: int) -> list[Any]:
     async def turns(
         rollout_id: FromPath[str],
         attempt: Attempt = None,
-        since: Annotated[int, QueryParameter(ge=0)] = 0,
+        since: Since = 0,
         limit: Annotated[int, QueryParameter(ge=1, le=500)] = 100,
     ) -> list[s.Turn]:
         return await store.read(lambda c: turns_of(c, attempt_of(c, rollout_id, attempt), since, limit))

@@ -13,6 +13,8 @@ from forge_server.domain.errors import InvalidRequest
 
 Row = TypeVar("Row")
 Limit = Annotated[int, QueryParameter(ge=1, le=1000)]
+Since = Annotated[int, QueryParameter(ge=0, le=2**31 - 1)]
+"""A step or a ``seq``: the greatest that their columns hold."""
 Cursor = Annotated[str | None, QueryParameter(max_length=512)]
 
 

@@ -27,6 +27,9 @@ from forge_server.store import tables as t
 from forge_server.store.database import Store
 
 TAIL_BYTES = 64 * 1024
+CallId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+ExitCode = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**32 - 1)]
+"""Of 32 bits, signed or not: Windows tells 0xC0000005 as 3221225477."""
 
 
 class Lifecycle(Protocol):
@@ -75,12 +78,12 @@ class Orders(msgspec.Struct):
 
 class RunnerEvent(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     kind: Literal["harness_started", "harness_exited", "receipts", "oom", "log"]
-    exit_code: int | None = None
+    exit_code: ExitCode | None = None
     stopped_by: str = ""
     stream: Literal["runner", "harness", "verifier"] = "runner"
     tail: str = ""
-    read: list[int] = []
-    lost: list[int] = []
+    read: list[CallId] = []
+    lost: list[CallId] = []
 
 
 class RunnerEvents(msgspec.Struct, forbid_unknown_fields=True):
@@ -94,12 +97,12 @@ class Seal(msgspec.Struct, forbid_unknown_fields=True):
 class Reward(msgspec.Struct, forbid_unknown_fields=True):
     value: float
     source: Literal["verifier", "external"]
-    call_id: int | None = None
+    call_id: CallId | None = None
     detail: dict[str, Any] | None = None
 
 
 class Finish(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    exit_code: int | None = None
+    exit_code: ExitCode | None = None
     signal: int | None = None
     stopped_by: str = ""
     verifier: e.VerifierReport = e.VerifierReport()
@@ -206,7 +209,7 @@ def pod_routes(
         check(request, attempt_id)
         event = e.RunnerFinished(
             attempt_id=attempt_id,
-            exit_code=data.exit_code,
+            exit_code=None if data.exit_code is None else _signed(data.exit_code),
             signal=data.signal,
             stopped_by=data.stopped_by,
             verifier=data.verifier,
@@ -224,6 +227,11 @@ def _refused(refusal: Refusal | None, attempt_id: str) -> Exception:
     if refusal is Refusal.BAD_REWARD:
         return InvalidRequest("the reward is not a finite number of sensible size", where=attempt_id)
     return Conflict(f"refused: {refusal}", where=attempt_id)
+
+
+def _signed(exit_code: int) -> int:
+    """As the column holds it."""
+    return (exit_code + 2**31) % 2**32 - 2**31
 
 
 def _write_log(attempt_id: str, stream: str, tail: str, connection: sa.Connection) -> None:

@@ -46,9 +46,10 @@ def on_http_error(request: _Request, error: HTTPException) -> Response[bytes]:
     return problem(error.status_code, slug, title, detail, request.url.path, error.headers)
 
 
-def on_data_error(request: _Request, error: sa.exc.DataError) -> Response[bytes]:
-    """What the database cannot hold (a NUL character, a number out of its range) is the request's fault."""
-    detail = str(error.orig).strip().splitlines()[0]
+def on_data_error(request: _Request, error: sa.exc.DataError | OverflowError) -> Response[bytes]:
+    """What the database cannot hold (a NUL character, a number out of its range) is the request's fault. SQLite's
+    driver tells of such a number by an OverflowError."""
+    detail = str(error.orig if isinstance(error, sa.exc.DataError) else error).strip().splitlines()[0]
     return problem(400, "invalid-request", "a value cannot be stored", detail, request.url.path)
 
 
@@ -62,6 +63,7 @@ HANDLERS: dict[Any, Any] = {
     ForgeError: on_forge_error,
     HTTPException: on_http_error,
     sa.exc.DataError: on_data_error,
+    OverflowError: on_data_error,
     Exception: on_unexpected,
 }
 

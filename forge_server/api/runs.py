@@ -1,14 +1,14 @@
 """Runs: create, list, show; pause, resume, cancel, set N or the mixture; evaluate and save now; metrics."""
 
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from typing import Annotated, Any, Protocol
+from typing import Any, Protocol
 
 from litestar import get, patch, post
-from litestar.params import FromPath, JSONBody, QueryParameter
+from litestar.params import FromPath, JSONBody
 
 from forge_server.api import views
 from forge_server.api.idempotent import Idempotency, IdempotencyKey
-from forge_server.api.paging import Cursor, Limit, decode_cursor
+from forge_server.api.paging import Cursor, Limit, Since, decode_cursor
 from forge_server.client import schemas as s
 from forge_server.domain.errors import InvalidRequest, SpecError
 from forge_server.domain.run import EXTERNAL, RunSettings
@@ -119,9 +119,7 @@ def run_routes(
         return await idempotency.run(idempotency_key, route, None, lambda: steering.save(found))
 
     @get("/runs/{run:str}/metrics", summary="Metrics of every step, by source")
-    async def metrics(
-        run: FromPath[str], since: Annotated[int, QueryParameter(ge=0)] = 0
-    ) -> list[s.StepMetrics]:
+    async def metrics(run: FromPath[str], since: Since = 0) -> list[s.StepMetrics]:
         return await store.read(lambda c: views.step_metrics(c, run, since))
 
     async def view(run: str) -> s.RunView:
