@@ -139,6 +139,11 @@ def test_nothing_there_is_an_error(tmp_path: Path) -> None:
             load.load(path)
 
 
+def test_a_path_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="it cannot be read \\(File name too long\\); check the path"):
+        load.load(tmp_path / ("a" * 300))
+
+
 def test_a_line_becomes_a_task() -> None:
     task = one(agent_s=30, split="test", min_reward=-1, memory_mb=512, metadata={"level": 3})
     assert [(f.path, f.content, f.mode) for f in task.files] == [

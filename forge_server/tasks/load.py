@@ -11,16 +11,14 @@ from forge_server.tasks.task import Task
 
 def load(path: Path) -> list[Task]:
     """All tasks at ``path``, in order of their names. Raises TaskError with place and mend."""
-    if path.is_file():
-        with path.open("rb") as file:
-            tasks = lines.read_lines(file, str(path))
-    elif not path.is_dir():
-        raise TaskError("there is no such file or folder", where=str(path), mend="check the path")
-    elif harbor.is_task(path):
-        tasks = [harbor.read_folder(path)]
-    else:
-        folders = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
-        tasks = [harbor.read_folder(folder) for folder in folders if harbor.is_task(folder)]
+    try:
+        tasks = _found(path)
+    except OSError as error:
+        raise TaskError(
+            f"it cannot be read ({error.strerror})",
+            where=str(error.filename or path),
+            mend="check the path and its permissions",
+        ) from None
     if not tasks:
         raise TaskError(
             "there is no task here",
@@ -28,6 +26,18 @@ def load(path: Path) -> list[Task]:
             mend="give a Harbor folder (instruction.md, tests/test.sh), a folder of them, or a JSONL file",
         )
     return distinct(tasks)
+
+
+def _found(path: Path) -> list[Task]:
+    if path.is_file():
+        with path.open("rb") as file:
+            return lines.read_lines(file, str(path))
+    if not path.is_dir():
+        raise TaskError("there is no such file or folder", where=str(path), mend="check the path")
+    if harbor.is_task(path):
+        return [harbor.read_folder(path)]
+    folders = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
+    return [harbor.read_folder(folder) for folder in folders if harbor.is_task(folder)]
 
 
 def from_lines(given: list[dict[str, Any]], where: str = "tasks") -> list[Task]:
