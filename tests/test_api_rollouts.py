@@ -149,6 +149,23 @@ async def test_what_a_registration_names_must_be_there_once(tmp_path: Path) -> N
         await api.refused(409, "conflict", "POST", "/api/v1/rollouts", json={"run": "mine"})
 
 
+async def test_a_run_that_takes_no_rollouts_tells_the_way_out(tmp_path: Path) -> None:
+    async with rig(tmp_path) as api:
+        await api.register()
+        await api.http.patch("/api/v1/runs/external", json={"action": "pause"})
+        found = await api.refused(409, "conflict", "POST", "/api/v1/rollouts", json={})
+        assert "paused; resume it" in found.detail
+        await api.http.patch("/api/v1/runs/external", json={"action": "resume"})
+        await api.register()
+        await api.http.patch("/api/v1/runs/external", json={"action": "cancel"})
+        found = await api.refused(409, "conflict", "POST", "/api/v1/rollouts", json={})
+        assert 'cancelled; a name is used once: create a run of kind "record"' in found.detail
+        await api.create_run("mine", kind="record", harness="external")
+        await api.register(run="mine")
+        states = [item["state"] for item in await api.items("/api/v1/rollouts")]
+        assert states == ["active", "ended", "ended"]  # and none that was refused
+
+
 async def test_windows_tells_how_a_harness_ended(tmp_path: Path, database_url: str) -> None:
     """0xC0000005 has no place in a signed column of 32 bits."""
     async with rig(tmp_path, **on(database_url)) as api:

@@ -361,6 +361,36 @@ async def test_a_task_that_cannot_be_launched_is_used_no_more(world: World) -> N
     assert state == "failed" and "task_failed" in world.kinds()
 
 
+def registered(rollout: str, attempt: str, ttl_s: float | None = None) -> e.RolloutRegistered:
+    created = e.RolloutCreated(
+        rollout_id=rollout, run_id="ru", harness="mine", mode="record", external=True, max_attempts=1
+    )
+    return e.RolloutRegistered(rollout=created, attempt_id=attempt, agent_s=600, ttl_s=ttl_s)
+
+
+async def test_i6_a_registration_is_whole_or_nothing(world: World) -> None:
+    await world.apply(e.RunCreated(run_id="ru", name="external", kind="record", settings={}))
+    for rollout, attempt, ttl_s in (("ro1", "at1", None), ("ro2", "at2", 60.0)):
+        told = [row.kind for row in (await world.apply(registered(rollout, attempt, ttl_s))).rows]
+        launched = [] if ttl_s is None else ["attempt_launched"]
+        steps = ["rollout_created", "attempt_queued", *launched, "attempt_starting", "attempt_running"]
+        assert told == steps
+        assert (await world.attempt(attempt)).state is AttemptState.RUNNING
+        assert (await world.apply(registered(rollout, attempt, ttl_s))).refusal is Refusal.REPEAT
+    count = len(world.heard)
+    with pytest.raises(AssertionError):
+        await world.apply(registered("ro3", "at1"))  # another's attempt
+    await world.apply(e.RunPaused(run_id="ru", reason="a person"))
+    assert (await world.apply(registered("ro3", "at3"))).refusal is Refusal.RUN_NOT_ACTIVE
+    alone = registered("ro3", "at3").rollout
+    assert (await world.apply(alone)).refusal is Refusal.RUN_NOT_ACTIVE
+    await world.apply(e.RunEnded(run_id="ru", state=RunState.CANCELLED))
+    assert (await world.apply(registered("ro3", "at3"))).refusal is Refusal.RUN_NOT_ACTIVE
+    assert "ro3" not in {row.rollout_id for row in world.heard[count:]}
+    known = await world.store.read(lambda c: set(c.execute(sa.select(t.rollouts.c.id)).scalars()))
+    assert known == {"ro1", "ro2"}
+
+
 async def test_unknown_ids_and_names_taken(world: World) -> None:
     await world.run()
     for event in (

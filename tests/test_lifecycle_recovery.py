@@ -175,6 +175,33 @@ async def test_attempts_of_external_harnesses_have_no_heartbeat_but_their_clocks
     assert attempt.state is AttemptState.ENDED and attempt.kind is Kind.AGENT_TIMEOUT
 
 
+async def test_i6_half_a_registration_of_an_older_server_ends(world: World) -> None:
+    """A registration was several transactions once; one that is whole goes on."""
+    await world.apply(e.RunCreated(run_id="ru", name="external", kind="record", settings={}))
+    for n in range(5):
+        steps: list[e.Event] = [
+            e.RolloutCreated(
+                rollout_id=f"ro{n}", run_id="ru", harness="mine", mode="record", external=True, max_attempts=1
+            ),
+            e.AttemptQueued(attempt_id=f"at{n}", rollout_id=f"ro{n}", backend="external"),
+            e.AttemptLaunched(attempt_id=f"at{n}", handle={"ttl_s": 60.0}),
+            e.RunnerJoined(attempt_id=f"at{n}", nonce="n"),
+            e.HarnessStarted(attempt_id=f"at{n}", agent_s=600),
+        ]
+        for step in steps[: n + 1]:
+            assert (await world.apply(step)).applied
+    found = await world.lifecycle.recover()
+    assert found.half_registered == ("ro0", "ro1", "ro2", "ro3")
+    for n in range(4):
+        rollout = await world.rollout(f"ro{n}")
+        assert (rollout.state, rollout.outcome) == (RolloutState.ENDED, Outcome.CANCELLED)
+        assert n == 0 or (await world.attempt(f"at{n}")).state is AttemptState.ENDED
+    assert (await world.rollout("ro4")).state is RolloutState.ACTIVE
+    await world.apply(e.AttemptSealed(attempt_id="at4"))
+    assert (await world.lifecycle.recover()).half_registered == ()
+    assert (await world.rollout("ro4")).state is RolloutState.ACTIVE
+
+
 intervals = st.lists(
     st.tuples(st.integers(0, 50), st.integers(0, 20)).map(lambda p: Interval(p[0], p[0] + p[1])), max_size=8
 )

@@ -2,7 +2,7 @@
 
 The key with another body is a Conflict. The answer is stored after the act; a crash in between repeats the act,
 which every creating act here tolerates (runs and tasks are known by name; a registered rollout that nobody uses
-ends by its startup clock).
+ends by its time to live or its agent clock).
 """
 
 import asyncio

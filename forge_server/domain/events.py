@@ -270,6 +270,17 @@ class ServerLost(Event, frozen=True, kw_only=True):
     attempt_id: str
 
 
+class RolloutRegistered(Event, frozen=True, kw_only=True):
+    """A harness from outside registers itself: its rollout and an attempt that may make calls, or neither. With
+    ``ttl_s`` the attempt is lost when its heartbeats stay away so long.
+    """
+
+    rollout: RolloutCreated
+    attempt_id: str
+    agent_s: float
+    ttl_s: float | None = None
+
+
 # --- clocks and everything else --------------------------------------------------------------------------
 
 

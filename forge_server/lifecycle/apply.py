@@ -38,6 +38,7 @@ _HANDLERS: dict[type[Event], Callable[[Change, Any], Refusal | None]] = {
     e.RolloutCreated: runs.rollout_created,
     e.RolloutCancelled: runs.rollout_cancelled,
     e.RolloutRetried: runs.rollout_retried,
+    e.RolloutRegistered: runs.rollout_registered,
     e.HoldBegan: runs.hold_began,
     e.HoldEnded: runs.hold_ended,
     e.Noted: runs.noted,
@@ -114,6 +115,9 @@ class Lifecycle:
         now = self._clock()
         found = await self._store.write(lambda connection: recover.settle(connection, now))
         await asyncio.gather(*(self.apply(e.ServerLost(attempt_id=lost)) for lost in found.lost_attempts))
+        reason = "its registration was interrupted"
+        half = (e.RolloutCancelled(rollout_id=each, reason=reason) for each in found.half_registered)
+        await asyncio.gather(*map(self.apply, half))
         return found
 
     def _tell(self, applied: Applied) -> None:

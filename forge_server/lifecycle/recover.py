@@ -11,7 +11,7 @@ import msgspec
 import sqlalchemy as sa
 
 from forge_server.domain.clock import Interval
-from forge_server.domain.states import AttemptState, CallEnd, Delivery, Untrainable
+from forge_server.domain.states import AttemptState, CallEnd, Delivery, RolloutState, Untrainable
 from forge_server.lifecycle import deadlines
 from forge_server.store import instance
 from forge_server.store import tables as t
@@ -21,12 +21,15 @@ SETTLING_S = 600.0
 
 
 class Recovery(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found. ``lost_attempts`` are local; ``adopted_attempts`` go on."""
+    """What was found. ``lost_attempts`` are local; ``adopted_attempts`` go on. ``half_registered`` are rollouts of
+    harnesses from outside that never got their keys.
+    """
 
     downtime_s: float
     lost_calls: int
     lost_attempts: tuple[str, ...]
     adopted_attempts: tuple[str, ...]
+    half_registered: tuple[str, ...]
 
 
 def settle(connection: sa.Connection, now: float) -> Recovery:
@@ -59,7 +62,20 @@ def settle(connection: sa.Connection, now: float) -> Recovery:
         lost_calls=lost_calls,
         lost_attempts=tuple(row.id for row in live if row.backend == "local"),
         adopted_attempts=tuple(row.id for row in live if row.backend != "local"),
+        half_registered=_half_registered(connection),
     )
+
+
+def _half_registered(connection: sa.Connection) -> tuple[str, ...]:
+    """A registration was several transactions once: what a kill between them left has no clock."""
+    r, a = t.rollouts.c, t.attempts.c
+    query = (
+        sa.select(r.id)
+        .outerjoin(t.attempts, sa.and_(a.rollout_id == r.id, a.state != AttemptState.ENDED))
+        .where(r.external, r.state != RolloutState.ENDED, a.running_at.is_(None))
+        .order_by(r.id)
+    )
+    return tuple(connection.execute(query).scalars())
 
 
 def _close_books(connection: sa.Connection, since: float) -> None:

@@ -7,14 +7,15 @@ from forge_server.domain.clock import Interval
 from forge_server.domain.events import Refusal
 from forge_server.domain.outcome import Outcome
 from forge_server.domain.states import RolloutState, RunState
-from forge_server.lifecycle import deadlines
+from forge_server.lifecycle import attempts, deadlines
 from forge_server.lifecycle.change import Change
 from forge_server.lifecycle.ending import cancel_rollout, end_attempt
 from forge_server.store import events, rows
 from forge_server.store import tables as t
 from forge_server.store.rows import RolloutRow
 
-_GOING = frozenset({RunState.ACTIVE, RunState.PAUSED})
+_ACTIVE = frozenset({RunState.ACTIVE})
+_GOING = _ACTIVE | {RunState.PAUSED}
 
 
 def run_created(change: Change, event: e.RunCreated) -> Refusal | None:
@@ -85,10 +86,30 @@ def run_ended(change: Change, event: e.RunEnded) -> Refusal | None:
 def rollout_created(change: Change, event: e.RolloutCreated) -> Refusal | None:
     if change.rollout(event.rollout_id) is not None:
         return Refusal.REPEAT
-    refusal = _not_admitting(change, event.run_id)
+    # nobody would start one from outside later
+    refusal = _not_admitting(change, event.run_id, _ACTIVE if event.external else _GOING)
     if refusal is None:
         _admit(change, event)
     return refusal
+
+
+def rollout_registered(change: Change, event: e.RolloutRegistered) -> Refusal | None:
+    """The rollout may be refused. Its attempt may not: what is half a registration is rolled back."""
+    refusal = rollout_created(change, event.rollout)
+    if refusal is not None:
+        return refusal
+    attempt_id, rollout_id = event.attempt_id, event.rollout.rollout_id
+    queued = e.AttemptQueued(attempt_id=attempt_id, rollout_id=rollout_id, backend="external")
+    refusals = [attempts.queued(change, queued)]
+    if event.ttl_s is not None:
+        launched = e.AttemptLaunched(attempt_id=attempt_id, handle={"ttl_s": event.ttl_s})
+        refusals.append(attempts.launched(change, launched))
+    refusals.append(attempts.joined(change, e.RunnerJoined(attempt_id=attempt_id, nonce=attempt_id)))
+    started = e.HarnessStarted(attempt_id=attempt_id, agent_s=event.agent_s)
+    refusals.append(attempts.harness_started(change, started))
+    if any(refusals):
+        raise AssertionError(f"half of a registration was refused: {refusals}")
+    return None
 
 
 def group_created(change: Change, event: e.GroupCreated) -> Refusal | None:
@@ -99,7 +120,7 @@ def group_created(change: Change, event: e.GroupCreated) -> Refusal | None:
     ).scalar_one_or_none()
     if known is not None:
         return Refusal.REPEAT
-    refusal = _not_admitting(change, event.run_id)
+    refusal = _not_admitting(change, event.run_id, _GOING)
     if refusal is not None:
         return refusal
     change.connection.execute(
@@ -255,11 +276,11 @@ def _open_hold(change: Change, reason: str) -> tuple[int, float] | None:
     return None if row is None else (row.id, row.begin_at)
 
 
-def _not_admitting(change: Change, run_id: str) -> Refusal | None:
+def _not_admitting(change: Change, run_id: str, admitting: frozenset[RunState]) -> Refusal | None:
     run = change.run(run_id)
     if run is None:
         return Refusal.UNKNOWN
-    return None if run.state in _GOING else Refusal.RUN_NOT_ACTIVE
+    return None if run.state in admitting else Refusal.RUN_NOT_ACTIVE
 
 
 def _admit(change: Change, event: e.RolloutCreated) -> None:

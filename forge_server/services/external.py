@@ -13,12 +13,11 @@ from forge_server.domain import events as e
 from forge_server.domain.errors import Conflict, NotFound
 from forge_server.domain.ids import new_id
 from forge_server.domain.run import EXTERNAL, RunSettings
+from forge_server.domain.states import RunState
 from forge_server.lifecycle.apply import Lifecycle
 from forge_server.store import keys
 from forge_server.store import tables as t
 from forge_server.store.database import Store
-
-STARTUP_S = 600.0
 
 
 class ExternalRollouts:
@@ -44,8 +43,8 @@ class ExternalRollouts:
         run_id, seconds = await self._run(body)
         task_id = await self._task(body.task) if body.task else None
         rollout_id, attempt_id = new_id("ro"), new_id("at")
-        await self._apply(
-            e.RolloutCreated(
+        registered = e.RolloutRegistered(
+            rollout=e.RolloutCreated(
                 rollout_id=rollout_id,
                 run_id=run_id,
                 harness=body.harness,
@@ -54,13 +53,14 @@ class ExternalRollouts:
                 external=True,
                 max_attempts=1,
                 policy_version=self._version(),
-            )
+            ),
+            attempt_id=attempt_id,
+            agent_s=seconds,
+            ttl_s=body.ttl_s,
         )
-        await self._apply(e.AttemptQueued(attempt_id=attempt_id, rollout_id=rollout_id, backend="external"))
-        if body.ttl_s is not None:
-            await self._apply(e.AttemptLaunched(attempt_id=attempt_id, handle={"ttl_s": body.ttl_s}))
-        await self._apply(e.RunnerJoined(attempt_id=attempt_id, nonce=attempt_id))
-        await self._apply(e.HarnessStarted(attempt_id=attempt_id, agent_s=seconds))
+        applied = await self._lifecycle.apply(registered)
+        if not applied.ok:
+            raise await self._not_taken(run_id)
         return Registration(
             rollout_id=rollout_id,
             attempt_id=attempt_id,
@@ -104,6 +104,18 @@ class ExternalRollouts:
                 f"there is no run {body.run!r}", where="run", mend="`forge-server run list` shows them"
             )
         return found
+
+    async def _not_taken(self, run_id: str) -> Conflict:
+        """Why the run takes no rollout, and the way out."""
+        query = sa.select(t.runs.c.name, t.runs.c.state).where(t.runs.c.id == run_id)
+        run = await self._store.read(lambda c: c.execute(query).one())
+        mend = "resume it, or name another with `run`"
+        if run.state != RunState.PAUSED:
+            mend = (
+                'a name is used once: create a run of kind "record" with harness "external" under another name, '
+                "and name it with `run`"
+            )
+        return Conflict(f"the run takes no rollouts: it is {run.state}", where=f"run {run.name}", mend=mend)
 
     async def _task(self, name_or_id: str) -> str:
         def read(connection: sa.Connection) -> list[str]:
