@@ -324,6 +324,7 @@ async def main(database: str, kubeconfig: str, namespace: str, n: str, path: str
     gc.callbacks.append(bench.stretch.collecting)
     await bench.scheduler.start()
     ticks = Ticks()
+    ticks.every(instance.BEAT_S, "liveness", bench.lifecycle.beat)
     ticks.every(1.0, "deadlines", bench.scheduler.sweep)
     ticks.every(10.0, "reconcile", bench.scheduler.reconcile)
     ticks.start()

@@ -671,7 +671,7 @@ class Server:
         for run in self.settings.run:
             await self.runs.create(run)
         self.engine.start()
-        self.ticks.every(instance.BEAT_S, "liveness", self._beat)
+        self.ticks.every(instance.BEAT_S, "liveness", self.lifecycle.beat)
         self.ticks.every(1.0, "deadlines", self.scheduler.sweep)
         self.ticks.every(10.0, "reconcile", self.scheduler.reconcile)
         self.ticks.every(3600.0, "retention", self._retention)
@@ -704,9 +704,6 @@ class Server:
         if not self._stopping and not self.failed.done():
             error = None if task.cancelled() else task.exception()
             self.failed.set_exception(error or RuntimeError(f"{task.get_name()} has ended"))
-
-    async def _beat(self) -> None:
-        await self.store.write(lambda c: instance.beat(c, time.time()))
 
     async def _retention(self) -> None:
         now = time.time()

@@ -6,7 +6,7 @@ from forge_server.domain import events as e
 from forge_server.domain.events import Applied, EventRow
 from forge_server.domain.states import CallEnd
 from forge_server.lifecycle.apply import Lifecycle
-from forge_server.store import rows
+from forge_server.store import instance, rows
 from forge_server.store import tables as t
 from forge_server.store.database import Store
 from forge_server.store.rows import AttemptRow, RolloutRow, RunRow
@@ -20,6 +20,11 @@ class World:
         self.heard: list[EventRow] = []
         self.lifecycle.subscribe(self.heard.append)
         self._calls = 0
+
+    async def lived(self, seconds: float) -> None:
+        """Time passes, and the server lives."""
+        self.now += seconds
+        await self.store.write(lambda connection: instance.beat(connection, self.now))
 
     async def apply(self, event: e.Event) -> Applied:
         return await self.lifecycle.apply(event)

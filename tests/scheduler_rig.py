@@ -238,6 +238,7 @@ async def rig(
             ticks = Ticks()
             if start:
                 await it.scheduler.start()
+                ticks.every(instance.BEAT_S, "liveness", it.lifecycle.beat)
                 ticks.every(0.2, "deadlines", it.scheduler.sweep)
                 ticks.every(1.0, "reconcile", it.scheduler.reconcile)
                 ticks.start()

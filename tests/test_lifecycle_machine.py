@@ -154,9 +154,14 @@ class Machine(RuleBasedStateMachine):
             )
         )
 
-    @rule(seconds=st.sampled_from([1, 20, 70, 500]))
-    def time_passes(self, seconds: int) -> None:
-        self.world.now += seconds
+    @rule(seconds=st.sampled_from([1, 20, 70, 500]), still=st.booleans())
+    def time_passes(self, seconds: int, still: bool) -> None:
+        """While the server lives, or stands still."""
+        if still:
+            self.world.now += seconds
+            self.do(self.world.lifecycle.beat())
+        else:
+            self.do(self.world.lived(seconds))
 
     @rule(begin=st.booleans())
     def hold(self, begin: bool) -> None:
@@ -224,7 +229,7 @@ class Machine(RuleBasedStateMachine):
             left = await self.store.read(lambda c, q=query: rows.fetch(c, RolloutRow, q))
             if not left:
                 return
-            self.world.now += 100
+            await self.world.lived(100)
             for rollout in left:
                 attempt = new_id("at")
                 await self.world.apply(

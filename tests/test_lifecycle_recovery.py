@@ -30,10 +30,6 @@ async def world(database_url: str) -> AsyncIterator[World]:
     store.close()
 
 
-async def beat(world: World) -> None:
-    await world.store.write(lambda connection: instance.beat(connection, world.now))
-
-
 async def test_the_first_start_finds_nothing(world: World) -> None:
     found = await world.lifecycle.recover()
     assert (found.downtime_s, found.lost_calls, found.lost_attempts, found.adopted_attempts) == (0, 0, (), ())
@@ -47,8 +43,7 @@ async def test_i12_downtime_charges_no_clock(world: World) -> None:
     await world.apply(e.AttemptQueued(attempt_id="at2", rollout_id="ro2", backend="kubernetes"))
     await world.apply(e.AttemptLaunching(attempt_id="at2", startup_s=60))
     before = [await world.attempt(f"at{n}") for n in range(3)]
-    world.now += 10
-    await beat(world)
+    await world.lived(10)
     world.now += 5_000
     found = await world.lifecycle.recover()
     assert found.downtime_s == 5_000
@@ -74,8 +69,7 @@ async def test_i12_a_hold_cut_short_by_a_crash_is_counted_once(world: World) -> 
     deadline = (await world.attempt("at0")).agent_deadline
     world.now += 10
     await world.apply(e.HoldBegan(reason="weight_update"))
-    world.now += 7
-    await beat(world)
+    await world.lived(7)
     world.now += 100
     await world.lifecycle.recover()
     assert (await world.attempt("at0")).agent_deadline == (deadline or 0) + 107
@@ -119,7 +113,7 @@ async def test_a_silent_runner_is_sealed_before_it_is_given_up(world: World) -> 
     await world.run()
     await world.start("at0", "ro0", backend="kubernetes")
     await world.call("at0", 0)
-    world.now += 31
+    await world.lived(31)
     for state in (AttemptState.SEALED, AttemptState.ENDED):
         (passed,) = await world.lifecycle.due(30)
         assert (await world.apply(passed)).applied
@@ -164,13 +158,13 @@ async def test_attempts_of_external_harnesses_have_no_heartbeat_but_their_clocks
     await world.apply(e.RunnerJoined(attempt_id="at0", nonce="n"))
     await world.apply(e.HarnessStarted(attempt_id="at0", agent_s=600))
     await world.call("at0", 0)
-    world.now += 500
+    await world.lived(500)
     assert await world.lifecycle.due(30) == []
-    world.now += 100
+    await world.lived(100)
     for _ in range(2):
         for due in await world.lifecycle.due(30):
             assert (await world.apply(due)).applied
-        world.now += 1_000
+        await world.lived(1_000)
     attempt = await world.attempt("at0")
     assert attempt.state is AttemptState.ENDED and attempt.kind is Kind.AGENT_TIMEOUT
 

@@ -82,9 +82,7 @@ def judge(rollouts: Sequence[EndedRollout], usable: frozenset[int] | None = None
     return None
 
 
-def select(
-    groups: Mapping[str, Sequence[EndedRollout]], usable: frozenset[int] | None = None
-) -> Selection:
+def select(groups: Mapping[str, Sequence[EndedRollout]], usable: frozenset[int] | None = None) -> Selection:
     """Divide complete groups into those to train and those dropped, each with its reason; see ``judge``."""
     kept: dict[str, tuple[EndedRollout, ...]] = {}
     dropped: dict[str, Drop] = {}

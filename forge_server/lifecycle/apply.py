@@ -16,7 +16,7 @@ import structlog
 
 from forge_server.domain import events as e
 from forge_server.domain.events import Applied, DeadlinePassed, Event, EventRow, Refusal
-from forge_server.lifecycle import attempts, deadlines, recover, runs
+from forge_server.lifecycle import attempts, deadlines, liveness, recover, runs
 from forge_server.lifecycle.change import Change, Stale
 from forge_server.lifecycle.heartbeats import Heartbeats, Instruction
 from forge_server.lifecycle.recover import Recovery
@@ -103,12 +103,22 @@ class Lifecycle:
         """Note that the runner lives; what it should do. An unknown attempt is told that it has ended."""
         return await self._heartbeats.note(attempt_id)
 
+    async def beat(self) -> None:
+        """Note that the server lives, every ``instance.BEAT_S``; a late one tells of a downtime. Raises StoreError."""
+        down_s = await self._store.write(lambda connection: liveness.beat(connection, self._clock()))
+        if down_s:
+            log.warning("the server stood still: no clock is charged for that", seconds=round(down_s, 1))
+
     async def due(self, silence_s: float) -> list[DeadlinePassed]:
         """Deadlines that are behind, to be applied one by one; ``silence_s``: heartbeats may be missing
-        so long.
+        so long. None while the server itself stood still.
         """
         now = self._clock()
-        return await self._store.read(lambda connection: deadlines.due(connection, now, silence_s))
+
+        def read(connection: sa.Connection) -> list[DeadlinePassed]:
+            return [] if liveness.unsettled(connection, now) else deadlines.due(connection, now, silence_s)
+
+        return await self._store.read(read)
 
     async def recover(self) -> Recovery:
         """After a start, before anything else is applied: see ``lifecycle.recover``. Safe to repeat."""

@@ -13,7 +13,7 @@ from forge_server.domain.classify import MAX_REWARD, Finish
 from forge_server.domain.events import Clock, Refusal
 from forge_server.domain.outcome import Kind
 from forge_server.domain.states import ATTEMPT_STEPS, INFERENCE_STATES, AttemptState, RolloutState, RunState
-from forge_server.lifecycle import deadlines
+from forge_server.lifecycle import deadlines, liveness
 from forge_server.lifecycle.change import Change
 from forge_server.lifecycle.ending import end_attempt
 from forge_server.store import tables as t
@@ -285,6 +285,8 @@ def deadline_passed(change: Change, event: e.DeadlinePassed) -> Refusal | None:
         return Refusal.UNKNOWN
     if attempt.state is AttemptState.ENDED:
         return Refusal.ENDED
+    if liveness.unsettled(change.connection, change.now):
+        return Refusal.TOO_EARLY
     held = deadlines.open_holds(change.connection, change.now)
     if not deadlines.is_due(attempt, event.clock, change.now, event.limit_s, held):
         return Refusal.TOO_EARLY

@@ -108,6 +108,19 @@ def add_hold(connection: sa.Connection, held: list[Interval]) -> None:
 def add_downtime(connection: sa.Connection, held: list[Interval], down: Interval) -> None:
     """Move every clock by the downtime; agent clocks by the holds that it cut short as well."""
     add_hold(connection, [*held, down])
+    _shift_all(connection, down)
+
+
+def add_standstill(connection: sa.Connection, down: Interval, now: float) -> None:
+    """Move every clock by a time up to now in which the server did nothing. Agent clocks are moved by holds that
+    last, too, once they end: of ``down`` they get what no such hold covers."""
+    first = min((hold.begin for hold in open_holds(connection, now)), default=now)
+    add_hold(connection, [Interval(down.begin, min(first, down.end))])
+    _shift_all(connection, down)
+
+
+def _shift_all(connection: sa.Connection, down: Interval) -> None:
+    """Clocks that run through holds."""
     _shift(connection, Clock.STARTUP, t.attempts.c.launched_at, t.attempts.c.startup_deadline, [down])
     _shift(connection, Clock.VERIFY, t.attempts.c.sealed_at, t.attempts.c.verify_deadline, [down])
 

@@ -12,7 +12,7 @@ import sqlalchemy as sa
 
 from forge_server.domain.clock import Interval
 from forge_server.domain.states import AttemptState, CallEnd, Delivery, RolloutState, Untrainable
-from forge_server.lifecycle import deadlines
+from forge_server.lifecycle import deadlines, liveness
 from forge_server.store import instance
 from forge_server.store import tables as t
 
@@ -52,11 +52,7 @@ def settle(connection: sa.Connection, now: float) -> Recovery:
         .where(t.attempts.c.state != AttemptState.ENDED)
         .order_by(t.attempts.c.id)
     ).all()
-    connection.execute(
-        sa.update(t.attempts)
-        .where(t.attempts.c.state != AttemptState.ENDED, t.attempts.c.heartbeat_at.is_not(None))
-        .values(heartbeat_at=now)
-    )
+    liveness.miss_nobody(connection, now)
     return Recovery(
         downtime_s=down,
         lost_calls=lost_calls,
@@ -116,7 +112,5 @@ def _downtime(connection: sa.Connection, now: float) -> float:
     if open_holds:
         connection.execute(sa.update(t.holds).where(t.holds.c.end_at.is_(None)).values(end_at=now))
     if down.end > down.begin:
-        connection.execute(
-            sa.insert(t.holds), {"reason": "server_down", "begin_at": down.begin, "end_at": down.end}
-        )
+        liveness.add_hold(connection, down)
     return down.end - down.begin
