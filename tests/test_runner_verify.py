@@ -72,6 +72,10 @@ def test_json(tmp_path):
         '{"reward": 1e999}',
         "{" * 3000,
         "[" * 4000,
+        '{"reward": 1, "x": '
+        + "[" * 900
+        + "]" * 900
+        + "}",  # some more can be parsed here, but not by the server
     ],
 )
 def test_nonsense_in_json_is_invalid(tmp_path, text):

@@ -2,8 +2,10 @@
 
 import os
 import shutil
+import signal
 import tempfile
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -17,6 +19,13 @@ pytestmark = pytest.mark.sandbox
 UID = 49001  # not one of those that a server takes
 ONE = "echo 1 > /logs/verifier/reward.txt\n"
 COMPARE = "cmp -s answer.txt /tests/expected && r=1 || r=0\necho $r > /logs/verifier/reward.txt\n"
+
+
+def wait_until(holds, within=20.0):
+    give_up = time.monotonic() + within
+    while not holds():
+        assert time.monotonic() < give_up, "it does not come"
+        time.sleep(0.02)
 
 
 def wait_until_none(uid, within=10.0):
@@ -355,6 +364,85 @@ def test_a_stopped_runner_leaves_nothing_and_says_nothing(lab):
         process.terminate()
         assert process.wait(20) == 3
         assert pod.of("finish") == [] and pod.of("seal") == []
+
+
+def test_a_runner_that_is_stopped_with_its_verifier_says_nothing(lab):
+    """I5: who ends every process of a unit ends the verifier a moment before its runner."""
+    with FakePod(plan(["true"]), verifier=verifier_tar("sleep 1000\n" + ONE)) as pod:
+        verifying = threading.Event()
+        pod.heartbeat = lambda phase: (phase == "verifying" and verifying.set()) or GO_ON
+        process = lab.begin(pod)
+        assert verifying.wait(30)
+        wait_until(lambda: processes_of(UID))
+        process.send_signal(signal.SIGSTOP)
+        for pid in processes_of(UID):
+            os.kill(pid, signal.SIGTERM)
+        wait_until(lambda: "Z" in states_of_children(process.pid))
+        process.terminate()
+        process.send_signal(signal.SIGCONT)
+        assert process.wait(20) == 3
+        assert pod.of("finish") == [] and pod.of("reward") == []
+
+
+def states_of_children(pid):
+    """As ``ps`` names them."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] for child in children]
+
+
+def slow(lab, steps):
+    """A bubblewrap that takes its time: it says that it began by the file ``began`` in ``steps``, and goes on once
+    ``go`` is there. Its like are a work folder with many files, a disk under load."""
+    steps.mkdir()
+    program = lab.folder / "bwrap"
+    wait = (
+        f"touch {steps}/began; n=0; while [ ! -e {steps}/go ] && [ $((n += 1)) -lt 200 ]; do sleep 0.05; done"
+    )
+    program.write_text(f'#!/bin/sh\n{wait}\nexec bwrap "$@"\n')
+    program.chmod(0o755)
+    return str(program)
+
+
+def test_a_runner_that_makes_ready_says_that_it_lives(lab, tmp_path):
+    """The folders and the sandbox may take longer than the silence that a runner is allowed."""
+    steps, phases = tmp_path / "steps", []
+
+    def heard(phase):
+        phases.append(phase)
+        (steps / "go").touch()
+        return GO_ON
+
+    with FakePod(plan(["true"]), verifier=verifier_tar(ONE)) as pod:
+        pod.heartbeat = heard
+        lab.run(pod, bwrap=slow(lab, steps))
+        routes = [route for route, _ in pod.seen]
+        assert phases[0] == "starting" and routes.index("heartbeat") < routes.index("events")
+        assert reward(pod) == [1.0]
+
+
+def test_a_runner_that_is_told_to_stop_while_it_makes_ready_stops(lab, tmp_path):
+    steps = tmp_path / "steps"
+
+    def told(phase):
+        (steps / "go").touch()
+        return stop("budget_calls")
+
+    with FakePod(plan(["sleep", "1000"]), verifier=verifier_tar(ONE)) as pod:
+        pod.heartbeat = told
+        lab.run(pod, bwrap=slow(lab, steps))
+        assert pod.of("seal") == [{"reason": "budget_calls"}]
+        assert pod.of("finish")[0]["stopped_by"] == "budget_calls"
+
+
+def test_a_runner_that_is_stopped_while_it_makes_ready_starts_nothing(lab, tmp_path):
+    steps = tmp_path / "steps"
+    with FakePod(plan(["true"]), verifier=verifier_tar(ONE)) as pod:
+        process = lab.begin(pod, bwrap=slow(lab, steps))
+        wait_until((steps / "began").exists)
+        process.terminate()
+        (steps / "go").touch()
+        assert process.wait(20) == 3
+        assert {route for route, _ in pod.seen} <= {"start", "heartbeat"}
 
 
 def test_a_dismissed_runner_stops(lab):

@@ -1,5 +1,6 @@
 """Real attempts through the real scheduler, lifecycle, runner routes and sandbox."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -7,16 +8,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 from scheduler_rig import CALL, Tasks, rig, script_spec, solve
 
 from forge_server.domain import events as e
-from forge_server.domain.errors import EnvironmentMissing, SandboxError
+from forge_server.domain.errors import EnvironmentMissing, SandboxError, TaskError
 from forge_server.harness.plan import PlanLimits
 from forge_server.scheduler import leftovers
 from forge_server.scheduler.limits import Cgroups, clear_instance
 from forge_server.scheduler.sandbox import probe
 from forge_server.scheduler.trials import LocalTrials
 from forge_server.scheduler.uids import UserIds
+from forge_server.store import tables as t
 from forge_server.tasks.lines import read_line
 from forge_server.tasks.validate import validate
 
@@ -106,17 +109,34 @@ async def test_memory_is_limited(tmp_path):
     assert got == ("policy_failure", "oom_agent", 0.0)
 
 
-async def test_a_killed_runner_is_an_infra_failure_and_tried_again(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+async def test_a_killed_runner_is_an_infra_failure_and_tried_again(tmp_path, number):
+    """I5: also one that is asked to end, as systemd asks every process of a unit."""
     async with rig(tmp_path, specs={"script": script_spec(CALL + PLUM + "call; sleep 1000")}) as it:
         await it.group(harness="script", max_attempts=2)
-        await it.until(lambda: it.of("attempt_running"))
+        async with asyncio.timeout(30):
+            while not await it.store.read(lambda c: c.execute(sa.select(t.calls.c.id)).first()):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
         (attempt,) = await it.attempts()
-        os.kill(attempt["handle"]["pid"], signal.SIGKILL)
+        os.kill(attempt["handle"]["pid"], number)
         (pending,) = await it.until(lambda: it.of("rollout_pending"))
         first = it.of("attempt_ended")[0]
         assert (first.data["outcome"], first.data["kind"]) == ("infra_failure", "runner_lost")
         await it.until(lambda: len(it.of("attempt_running")) == 2)
         assert pending.rollout_id == first.rollout_id
+        second = it.of("attempt_running")[1].attempt_id
+        assert [folder.name for folder in it.backend.attempts.iterdir()] == [second]
+
+
+async def test_a_verifier_that_cannot_be_had_is_not_the_agents_fault(tmp_path):
+    """I5: the task's folder is edited while an attempt runs."""
+
+    class Edited(Tasks):
+        async def verifier(self, task_id):
+            raise TaskError("it has changed since it was registered", where=task_id, mend="undo the change")
+
+    got = await outcome(tmp_path, CALL + PLUM + "call", tasks=Edited())
+    assert got == ("infra_failure", "runner_lost", None)
 
 
 async def test_a_cancelled_rollout_leaves_nothing(tmp_path):

@@ -54,7 +54,7 @@ def main() -> int:
         threading.Thread(target=_die_with_server, args=(attempt.box,), daemon=True).start()
     signal.signal(signal.SIGTERM, lambda *_: attempt.stop.dismiss("runner_stopped"))
     code = attempt.run()
-    if order.get("tidy"):
+    if code == FINISHED and order.get("tidy"):  # else the server needs to see the code, and tidies up
         sys.stderr.flush()
         os.execv("/bin/rm", ["rm", "-rf", "--one-file-system", attempt.box.root])
     return code
@@ -140,7 +140,7 @@ class Attempt:
                 return DISMISSED
             self.control.post("seal", {"reason": self.stopped_by})
             said = self._verify()
-            if self.stop.dismissed and said.status == "timeout":  # it was not the verifier that took too long
+            if self.stop.dismissed:  # who stopped the runner may have stopped the verifier, too
                 return DISMISSED
             self._finish(said)
             return FINISHED
@@ -181,17 +181,19 @@ class Attempt:
     def _run_harness(self) -> None:
         """Run the harness to its end or to the stop; on return every agent process is dead."""
         plan, values = self.plan, self.values
-        make_folders(self.box)
+        threading.Thread(target=self._heartbeats, args=(plan["heartbeat_s"],), daemon=True).start()
+        make_folders(self.box)  # may take long: all that is in a pod's work folder becomes the agent's
         binds = [(self.box.path("work"), values["workdir"], True), (self.box.path("home"), HOME, True)]
         self.child = child = Child(self.box, binds, door=True)
         assert child.listener is not None
         values["base_url"] = f"http://127.0.0.1:{child.listener.getsockname()[1]}/a/{self.id}"
         write_files(self.box, plan, values)
+        if self.stop.dismissed:  # meanwhile: nothing has begun yet
+            return
         relay = Relay(child.listener, self.url, self.id)
         relay.start()
         self._tell({"kind": "harness_started"})
         self.phase = "running"
-        threading.Thread(target=self._heartbeats, args=(plan["heartbeat_s"],), daemon=True).start()
         tail = Tail(child.output)
         env = self._environment(values["home"]) | {k: fill(v, values) for k, v in plan["env"].items()}
         argv = [fill(part, values) for part in plan["argv"]]

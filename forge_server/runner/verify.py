@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 REWARD_LIMIT = 1000.0
 FILE_LIMIT = 4096
+DEPTH_LIMIT = 32  # of reward.json: what the server cannot read looks like a server that is away
 
 
 class Verdict:
@@ -98,7 +99,15 @@ def _json(raw: bytes) -> tuple[float, dict[str, Any]]:
     value = data["reward"]
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError("reward is not a number")
+    if _deep(data, DEPTH_LIMIT):
+        raise ValueError("it is nested too deeply")
     return float(value), data
+
+
+def _deep(value: Any, levels: int) -> bool:
+    """Whether lists and objects are nested in more than so many ``levels``."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return inner is not None and (levels == 0 or any(_deep(one, levels - 1) for one in inner))
 
 
 def _not_json(name: str) -> float:
