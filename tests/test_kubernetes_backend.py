@@ -154,6 +154,18 @@ async def test_a_refusal_never_shuts_the_last_one_out(tmp_path: Path, lost: bool
         assert it.backend.room() > 1 and not it.backend.trouble
 
 
+async def test_a_refusal_that_nobody_waits_out_any_more_is_an_old_one(tmp_path: Path) -> None:
+    """The gate stays shut when fewer are launched than it needs to open. Nothing keeps those from starting that
+    were: their startup clocks go on, and nobody is told of trouble."""
+    async with world(tmp_path) as it:
+        it.api.refusals = [(503, "ServiceUnavailable", "apiserver not ready")] * 2
+        launching = asyncio.ensure_future(it.launch())
+        await it.until(lambda: it.backend.trouble)
+        assert "apiserver not ready" in it.backend.full
+        await launching
+        assert it.backend._gate.shut and (it.backend.trouble, it.backend.full) == ("", "")
+
+
 async def test_one_that_is_given_up_on_leaves_its_turn_to_the_next(tmp_path: Path) -> None:
     async with world(tmp_path) as it:
         it.api.refusals = [(429, "TooManyRequests", "try again later")] * 1000
@@ -163,7 +175,7 @@ async def test_one_that_is_given_up_on_leaves_its_turn_to_the_next(tmp_path: Pat
         await it.backend.stop("at-1", 1.0)
         with pytest.raises(LaunchFailed):
             await launching
-        assert it.backend.room() == 1
+        assert it.backend.room() == 1 and not it.backend.trouble
         it.api.refusals = []
         await it.launch("at-2")
 

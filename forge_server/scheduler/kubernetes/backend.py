@@ -107,15 +107,18 @@ class KubernetesBackend:
     @property
     def trouble(self) -> str:
         """Why pods cannot be seen or made now; empty when all is well. A quota that is used up is no fault."""
-        refusal = self._refusal if self._gate.shut else None
+        refusal = self._waited_out
         return self.blind or (str(refusal) if refusal is not None and not refusal.over_quota else "")
 
     @property
     def full(self) -> str:
         """Why no further pod is made now although all is well; empty when there is room."""
-        if self._gate.shut and self._refusal is not None:
-            return str(self._refusal)
-        return ""
+        return str(self._waited_out or "")
+
+    @property
+    def _waited_out(self) -> ApiError | None:
+        """The refusal that launches wait out now. Without them the gate stays shut, and its refusal is an old one."""
+        return self._refusal if self._gate.shut and self._launching else None
 
     def room(self) -> int:
         if self.blind:
