@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, Literal, Protocol
 
@@ -36,6 +37,7 @@ from forge_server.scheduler.uids import UserIds
 log = structlog.get_logger(__name__)
 LOG_TAIL = 64 * 1024
 PIPE_BYTES = 32 * 1024  # what surely fits into a pipe at once
+INSTALLS = 32  # harnesses that may be installed at a time
 
 
 class HarnessHome(Protocol):
@@ -85,6 +87,10 @@ class LocalBackend:
         self._on_gone: OnGone | None = None
         self.sandbox: Sandbox | None = None
         self._cgroups = Cgroups("", [])
+        self._installing: dict[str, asyncio.Lock] = {}
+        self._installers = ThreadPoolExecutor(
+            INSTALLS, "install"
+        )  # minutes each: not among the threads of others
 
     def room(self) -> int:
         """Always: what this machine bears is what ``in_flight`` says."""
@@ -120,13 +126,18 @@ class LocalBackend:
 
     async def launch(self, launch: Launch) -> dict[str, Any]:
         try:
-            home = await asyncio.to_thread(self._home, launch.harness)  # it may have to be installed
+            home = await self._home_of(launch.harness)
         except ForgeError as error:
             raise LaunchFailed(Fact.LAUNCH_FAILED, {"error": str(error)}) from None
         about = {"url": self._options.pod_url, "token": launch.join_token}
         runner = self._start(launch.attempt_id, home, launch.memory_mb, launch.pids, about)
         started = leftovers.started_at(runner.process.pid)
         return {"pid": runner.process.pid, "started": started, "uid": runner.uid}
+
+    async def _home_of(self, harness: str) -> Path | None:
+        """Where the harness is installed, after that if need be: one launch sees to it, the others wait for it."""
+        async with self._installing.setdefault(harness, asyncio.Lock()):
+            return await asyncio.get_running_loop().run_in_executor(self._installers, self._home, harness)
 
     async def trial(self, plan: Plan, verifier: bytes) -> str:
         """Run an attempt that no row knows of: ``plan``, then ``verifier``; returns what the runner printed.
@@ -217,6 +228,7 @@ class LocalBackend:
         return Look(evidence={"runner": "there is none"}, fact=Fact.PROCESS_GONE)
 
     async def close(self, grace_s: float) -> None:
+        self._installers.shutdown(wait=False, cancel_futures=True)
         await asyncio.gather(*(self.stop(attempt_id, grace_s) for attempt_id in tuple(self._runners)))
         await asyncio.to_thread(self._cgroups.close)
         if self._users:

@@ -153,10 +153,13 @@ class Scheduler:
                 await self._dispatcher
         if self._timer is not None:
             self._timer.cancel()
-        if self._backend.name != "local":
-            for task in self._unfinished:
-                task.cancel()
+        launching = tuple(self._launching)
+        for task in self._unfinished:
+            task.cancel()
         await self._settle()
+        if self._backend.name == "local":  # no next start goes on with these launches
+            for attempt_id in launching:
+                await self._lifecycle.apply(e.ServerLost(attempt_id=attempt_id))
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), drain_s)
         if self._backend.name == "local":  # pods outlive us and are adopted
