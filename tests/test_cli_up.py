@@ -1,5 +1,6 @@
 """``forge-server up`` as a process: one sentence when it cannot start, a clean and bounded stop on a signal."""
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -11,8 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from api_rig import line, run_table
+from engine_fake import FakeEngine
 
 from forge_server.client.http import ForgeClient
+from forge_server.client.schemas import TaskCreate
 
 FORGE = [sys.executable, "-m", "forge_server.cli"]
 QUIET = "[server]\nport = 0\ncontrol_port = 0\n"
@@ -173,6 +177,40 @@ def test_a_signal_while_it_starts(tmp_path: Path) -> None:
         finally:
             process.kill()
             process.communicate(timeout=LIMIT_S)
+
+
+async def test_a_signal_while_a_harness_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The installation is ended, and the stop waits for none."""
+    programs, spec = tmp_path / "bin", tmp_path / "harnesses" / "slow"
+    programs.mkdir()
+    spec.mkdir(parents=True)
+    began = tmp_path / "npm.pid"
+    npm = programs / "npm"
+    npm.write_text(f"#!/bin/sh\necho $$ > {began}.new\nmv {began}.new {began}\nexec sleep 1000\n")
+    npm.chmod(0o755)
+    spec.joinpath("spec.yaml").write_text(
+        "name: slow\nsummary: s\napi: chat\ninstall: {npm: [slow], size_mb: 1}\nargv: ['true']\n"
+    )
+    monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    async with FakeEngine().serving() as engine:
+        text = f'[engine]\nkind = "attach"\nurl = "{engine.url}"\n'
+        text += '[local]\nmin_sandbox = "none"\n[harness]\npaths = ["harnesses"]\n'
+        await asyncio.to_thread(stop_while_installing, tmp_path, QUIET + text, began)
+
+
+def stop_while_installing(folder: Path, text: str, began: Path) -> None:
+    with up(folder, text) as process:
+        key = (folder / "forge-data" / "admin.key").read_text().strip()
+        with ForgeClient(address_in(folder).strip(), key) as client:
+            client.create_tasks(TaskCreate(taskset="set", tasks=[line("a")]))
+            client.create_run(run_table("run", harness="slow", groups=1, n=4))
+            wait(began.exists)
+        npm = Path("/proc", began.read_text().strip())
+        assert npm.exists()
+        process.terminate()
+        assert process.wait(LIMIT_S / 2) == 0
+        assert not npm.exists()
 
 
 def test_logs_of_a_service_are_json_lines(tmp_path: Path) -> None:

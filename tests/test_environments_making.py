@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -134,6 +135,64 @@ def test_a_waiting_process_says_so(tmp_path: Path) -> None:
         assert waiting.wait(30) and "another process is making it" in lines[0]
     maker.join(120)
     assert environments.is_complete(recipe)
+
+
+def given_up(make: Callable[[Callable[[str], None]], object], until: Callable[[str], bool]) -> str:
+    """Why ``make`` failed when everything was given up at a line of its progress that ``until`` picks."""
+    reached, caught = threading.Event(), list[EnvironmentMissing]()
+
+    def note(line: str) -> None:
+        if until(line):
+            reached.set()
+
+    def maker() -> None:
+        try:
+            make(note)
+        except EnvironmentMissing as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=maker, daemon=True)
+    thread.start()
+    assert reached.wait(30)
+    environments.give_up()
+    thread.join(30)
+    [error] = caught
+    return str(error)
+
+
+def test_what_is_under_way_is_given_up_when_the_process_ends(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither its program nor its thread stays behind, and no further step begins."""
+    monkeypatch.setattr(environments, "_ending", threading.Event())
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    programs.joinpath("npm").write_text("#!/bin/sh\necho began $$\nexec sleep 1000\n")
+    programs.joinpath("npm").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
+    steps = (Step("npm", ("install", "one")), Step("npm", ("install", "two")))
+    recipe = Recipe(name="endless", steps=steps, size_mb=1, minutes=1)
+    began = list[str]()
+
+    def npm(line: str) -> bool:
+        began.extend(line.split()[1:] if line.startswith("  began") else ())
+        return bool(began)
+
+    why = given_up(lambda note: environments._ensure(recipe, note), npm)
+    assert "npm ended with -15" in why
+    [process] = began
+    assert not Path(f"/proc/{process}").exists()
+    with pytest.raises(EnvironmentMissing, match="npm ended with -15"):
+        environments._ensure(recipe, lambda line: None)
+    assert not environments.is_complete(recipe)
+
+
+def test_a_lock_is_not_waited_for_when_the_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environments, "_ending", threading.Event())
+    recipe = Recipe(name="small", steps=(), size_mb=1, minutes=1)
+    with environments._lock("small", lambda line: None):
+        why = given_up(lambda note: environments._ensure(recipe, note), lambda line: "waiting" in line)
+    assert "given up" in why
 
 
 def test_addresses_of_indexes_are_not_shown() -> None:

@@ -15,7 +15,7 @@ from forge_server import settings as config_tree
 from forge_server.app import serve
 
 EXIT_S = 10.0
-"""How long work in threads (an installation, a database that does not answer) may delay the exit."""
+"""How long work in threads (an installation that ends, a database that does not answer) may delay the exit."""
 
 
 def up(config: str | None) -> None:
@@ -56,6 +56,7 @@ async def _until_signal(settings: config_tree.Settings) -> None:
     try:
         await serve(settings, stop)
     finally:
+        environments.give_up()
         last = threading.Timer(EXIT_S, os._exit, (0 if stop.is_set() else 1,))
         last.daemon = True
         last.start()
