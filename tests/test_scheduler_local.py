@@ -14,7 +14,8 @@ from scheduler_rig import CALL, Tasks, rig, script_spec, solve
 from forge_server.domain import events as e
 from forge_server.domain.errors import EnvironmentMissing, SandboxError, TaskError
 from forge_server.harness.plan import PlanLimits
-from forge_server.scheduler import leftovers
+from forge_server.runner.confine import ChildFailed, kill_user
+from forge_server.scheduler import leftovers, local
 from forge_server.scheduler.limits import Cgroups, clear_instance
 from forge_server.scheduler.sandbox import probe
 from forge_server.scheduler.trials import LocalTrials
@@ -126,6 +127,26 @@ async def test_a_killed_runner_is_an_infra_failure_and_tried_again(tmp_path, num
         assert pending.rollout_id == first.rollout_id
         second = it.of("attempt_running")[1].attempt_id
         assert [folder.name for folder in it.backend.attempts.iterdir()] == [second]
+
+
+async def test_what_does_not_even_die_of_sigkill_holds_nothing_up(tmp_path, monkeypatch):
+    """As what hangs in a disk or a network file system."""
+
+    def kill_some(uid):
+        kill_user(uid)
+        raise ChildFailed("1 processes of the agent do not die")
+
+    script = script_spec(CALL + "call; sleep 1000")
+    async with rig(tmp_path, specs={"script": script}, stop_grace_s=0.3) as it:
+        await it.group(harness="script", max_attempts=1)
+        await it.until(lambda: it.of("attempt_running"))
+        (attempt,) = await it.attempts()
+        monkeypatch.setattr(local, "kill_user", kill_some)
+        os.kill(attempt["handle"]["pid"], signal.SIGKILL)
+        (ended,) = await it.ended()
+        assert (ended.data["outcome"], ended.data["kind"]) == ("infra_failure", "runner_lost")
+        assert not await it.backend.running()
+        assert len(it.backend._users._taken) == 1
 
 
 async def test_a_verifier_that_cannot_be_had_is_not_the_agents_fault(tmp_path):

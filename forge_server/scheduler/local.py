@@ -83,6 +83,7 @@ class LocalBackend:
     def __init__(self, options: LocalOptions, harness_home: HarnessHome) -> None:
         self._options, self._home = options, harness_home
         self._runners: dict[str, _Runner] = {}
+        self._tidying: set[asyncio.Task[None]] = set()
         self._users: UserIds | None = None
         self._on_gone: OnGone | None = None
         self.sandbox: Sandbox | None = None
@@ -247,12 +248,18 @@ class LocalBackend:
         runner.log.seek(max(0, size - LOG_TAIL))
         text = runner.log.read().decode("utf-8", "replace")
         runner.log.close()
-        asyncio.get_running_loop().create_task(self._tidy(attempt_id, runner, code, text))
+        task = asyncio.get_running_loop().create_task(self._tidy(attempt_id, runner, code, text))
+        self._tidying.add(task)
+        task.add_done_callback(self._tidying.discard)
 
     async def _tidy(self, attempt_id: str, runner: _Runner, code: int, text: str) -> None:
         """Free the attempt's user id only after nothing of the attempt is left."""
-        await asyncio.to_thread(self._clear, attempt_id, runner, code)
-        self._give_back(runner.uid)
+        try:
+            await asyncio.to_thread(self._clear, attempt_id, runner, code)
+        except Exception:  # what hangs in the disk does not even die of SIGKILL
+            log.exception("an attempt left something behind: its user id is not used again", attempt=attempt_id)
+        else:
+            self._give_back(runner.uid)
         del self._runners[attempt_id]
         os.close(runner.pidfd)  # not earlier: until now it may be asked to stop
         runner.gone.set()
