@@ -172,6 +172,16 @@ async def test_wrong_parameters(api: Rig, path: str, told: str) -> None:
     assert told in found.detail and "in_state" not in found.detail
 
 
+@pytest.mark.parametrize("path", ["tasks", "runs", "rollouts"])
+async def test_a_body_that_is_nested_too_deeply(api: Rig, path: str) -> None:
+    body = b'{"settings": ' + b"[" * 5000 + b"]" * 5000 + b"}"
+    headers = {"content-type": "application/json"}
+    found = await api.refused(
+        400, "invalid-request", "POST", f"/api/v1/{path}", content=body, headers=headers
+    )
+    assert "nested too deeply" in found.detail
+
+
 @pytest.mark.parametrize("header", ["x", "-1", "1.5", "9" * 20, "9" * 5000, "\u00b2"])
 async def test_a_last_event_id_that_is_no_number(api: Rig, header: str) -> None:
     headers = {"last-event-id": header.encode("latin-1")}

@@ -53,6 +53,12 @@ def on_data_error(request: _Request, error: sa.exc.DataError | OverflowError) ->
     return problem(400, "invalid-request", "a value cannot be stored", detail, request.url.path)
 
 
+def on_recursion_error(request: _Request, error: RecursionError) -> Response[bytes]:
+    """Bodies are decoded level by level."""
+    detail = "the body is nested too deeply"
+    return problem(400, "invalid-request", "the request is not valid", detail, request.url.path)
+
+
 def on_unexpected(request: _Request, error: Exception) -> Response[bytes]:
     log.exception("unexpected error", path=request.url.path, exc_info=error)
     detail = f"{type(error).__name__}; the server's log tells more"
@@ -64,6 +70,7 @@ HANDLERS: dict[Any, Any] = {
     HTTPException: on_http_error,
     sa.exc.DataError: on_data_error,
     OverflowError: on_data_error,
+    RecursionError: on_recursion_error,
     Exception: on_unexpected,
 }
 
