@@ -3,6 +3,7 @@ dashboard watches it."""
 
 import contextlib
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -83,6 +84,12 @@ def training(folder: Path, demo: "subprocess.Popen[bytes]") -> tuple[str, str]:
     raise AssertionError("the demo has trained nothing")
 
 
+def solved(text: str, before: int, client: ForgeClient) -> bool:
+    """Whether the screen's number lies between what it was and what it is: several are solved every second."""
+    shown = re.search(r"(\d+) of \d+ rollouts solved", text)
+    return shown is not None and before <= int(shown[1]) <= client.cost("demo").solved
+
+
 def walk(terminal: Tmux, client: ForgeClient) -> None:
     """Through all screens: each shows what the API says. What goes on meanwhile is asked for again."""
 
@@ -137,10 +144,9 @@ def walk(terminal: Tmux, client: ForgeClient) -> None:
     terminal.type("5")
     tasks = {each.name for each in client.compare("demo", "task")}
     terminal.until(lambda text: len(tasks & set(text.replace("▌", " ").split())) > 10)
+    before = client.cost("demo").solved
     terminal.type("6")
-    terminal.until(
-        lambda text: f"{client.cost('demo').solved} of " in text and "attempts are in flight" in text
-    )
+    terminal.until(lambda text: "attempts are in flight" in text and solved(text, before, client))
     terminal.type("7")
     terminal.until(
         lambda text: (
