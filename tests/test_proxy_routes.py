@@ -1,7 +1,9 @@
 """The listener: who may call, what is refused and how it is worded."""
 
 import asyncio
+import gc
 import json
+import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -256,6 +258,26 @@ async def test_the_budget_of_tokens_clamps_the_last_call_and_then_ends(database_
         assert [answer.status_code for answer in answers] == [200, 200, 400]
         assert error_of(answers[2])["code"] == "budget_tokens"
         assert [body["max_tokens"] for body in proxy.engine.asked] == [12, 3]
+
+
+async def test_what_is_refused_again_and_again_keeps_no_session_in_memory(database_url: str) -> None:
+    async with rig(database_url, max_calls=1) as proxy:
+        count = f"/a/{proxy.attempt}/v1/messages/count_tokens"
+        async with proxy.client() as client:
+            assert (await proxy.ask(client)).status_code == 200
+            for n in range(3):
+                assert (await proxy.ask(client, hello(f"q{n}"))).status_code == 400
+                assert (await client.post(count, json=hello(max_tokens=1))).status_code == 400
+            session = weakref.ref(proxy.sessions_now()[0])
+            await proxy.seal()
+            assert (await proxy.ask(client)).status_code == 400
+
+        def gone() -> bool:
+            gc.collect()
+            return session() is None
+
+        await eventually(gone)
+        assert proxy.sessions._sealed[proxy.attempt].__traceback__ is None
 
 
 async def test_the_harness_may_ask_for_less_than_the_limit(proxy: Rig) -> None:

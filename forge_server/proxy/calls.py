@@ -89,7 +89,7 @@ class Calls:
         Raises ``Refusal`` when they are not all admitted. The caller is counted as a watcher of each.
         """
         if session.refusal is not None:
-            raise session.refusal
+            raise session.refusal.again()
         harness = session.policy.rules
         turn, label = rules.apply(turn, harness)
         marks = marks_of(headers)
@@ -128,7 +128,7 @@ class Calls:
     async def count(self, session: Session, turn: Turn) -> int:
         """How many tokens the prompt of a turn has; no call is made and nothing is recorded."""
         if session.refusal is not None:
-            raise session.refusal
+            raise session.refusal.again()
         turn, _ = rules.apply(turn, session.policy.rules)
         try:
             return await self._engine.count_tokens(turn.messages, turn.tools)
@@ -153,7 +153,7 @@ class Calls:
         """The policy has used up a budget: 400 now and for every later call, once that is written."""
         await self._budget_exceeded(session.attempt_id, kind)
         session.refusal = session.refusal or Refusal(400, str(kind), f"the rollout has ended: {message}")
-        raise session.refusal
+        raise session.refusal.again()
 
     async def _engine_failed(self, session: Session, failure: Refusal) -> None:
         """Too many calls in a row that the engine did not answer end the attempt."""

@@ -83,7 +83,7 @@ class Flight:
     def stop(self, end: CallEnd, refusal: Refusal) -> None:
         """End the call as ``end`` unless it is being recorded; whoever waits gets ``refusal``."""
         if self.stopped is None and self._phase != "record":
-            self.stopped = (end, refusal)
+            self.stopped = (end, refusal.again())
             if self._phase == "engine":
                 self.task.cancel()
 

@@ -212,7 +212,7 @@ class InferenceRoutes:
                 for answer in answers:
                     session.settle(answer, Delivery.NO)
                 assert session.refusal is not None
-                raise session.refusal
+                raise session.refusal.again()
             given = [
                 (answer, None if own else await self._calls.repeat(session, dialect.name, turn, answer))
                 for answer, (_, own) in zip(answers, served, strict=True)

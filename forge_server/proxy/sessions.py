@@ -176,7 +176,7 @@ class Sessions:
         if session is not None:
             return session
         if attempt_id in self._sealed:
-            raise self._sealed[attempt_id]
+            raise self._sealed[attempt_id].again()
         task = self._opening.get(attempt_id)
         if task is None:
             task = asyncio.create_task(self._load(attempt_id), name=f"session {attempt_id}")
@@ -203,7 +203,7 @@ class Sessions:
                 503, "store_unavailable", "the server cannot read its database", retry_after=2
             ) from error
         if attempt_id in self._sealed:  # sealed while we read
-            raise self._sealed[attempt_id]
+            raise self._sealed[attempt_id].again()
         session = Session(attempt_id, policy, self._unwritten.__setitem__, self._stored)
         session.restore(past)
         self._live[attempt_id] = session

@@ -27,6 +27,10 @@ class Refusal(Exception):
         self.param, self.retry_after = param, retry_after
         super().__init__(f"{status} {code}: {message}")
 
+    def again(self) -> "Refusal":
+        """An equal one to raise: one that is kept and raised would hold on to every frame it went through."""
+        return Refusal(self.status, self.code, self.message, param=self.param, retry_after=self.retry_after)
+
 
 class Dialect(msgspec.Struct, frozen=True, kw_only=True):
     """``read``: body -> turn, raises ``Refusal``. ``write``: the whole response body. ``events``: the whole
