@@ -364,7 +364,7 @@ async def test_I5_a_request_that_kills_the_engine_again_and_again_ends_its_attem
     from forge_server.domain.engine import EngineUnavailable
 
     async def script(body: dict[str, Any]) -> ChatResult:
-        raise EngineUnavailable("the engine died")
+        raise EngineUnavailable("the engine died", sent=True)
 
     proxy.engine.script = script
     async with proxy.client() as client:
@@ -374,6 +374,31 @@ async def test_I5_a_request_that_kills_the_engine_again_and_again_ends_its_attem
     assert [row.end for row in await proxy.rows()] == ["upstream_error"] * 4
     told = await proxy.lifecycle.heartbeat(proxy.attempt)
     assert (told.stop, told.reason) == (True, "engine_error")
+
+
+@pytest.mark.parametrize("sent", [True, False])
+async def test_one_outage_of_the_engine_does_not_end_an_attempt(proxy: Rig, sent: bool) -> None:
+    """However many of its calls were in flight, and however often it asks an engine that is not there."""
+    from forge_server.domain.engine import EngineUnavailable
+
+    died = asyncio.Event()
+
+    async def script(body: dict[str, Any]) -> ChatResult:
+        await died.wait()
+        raise EngineUnavailable("the engine is away", sent=sent)
+
+    proxy.engine.script = script
+    async with proxy.client() as client:
+        asking = [asyncio.create_task(proxy.ask(client, hello(f"agent {i}"))) for i in range(6)]
+        for _ in asking:
+            await proxy.engine.arrived()
+        died.set()
+        assert [(await one).status_code for one in asking] == [503] * 6
+        if not sent:
+            assert [(await proxy.ask(client)).status_code for _ in range(6)] == [503] * 6
+        proxy.engine.script = proxy.engine.answer
+        assert (await proxy.ask(client)).status_code == 200
+    assert not (await proxy.lifecycle.heartbeat(proxy.attempt)).stop
 
 
 # --- time ---

@@ -45,17 +45,18 @@ RESAMPLES = 5
 """How often a call is sampled again after weight updates that aborted it."""
 
 ENGINE_FAILURES = 4
-"""So many calls in a row without an answer of the engine end the attempt: what kills the engine again and
+"""So many times in a row that the engine fails with calls of an attempt end it: what kills the engine again and
 again is this attempt's request."""
 
 _RETRY_S = 2
 
 
 class _Ended(Exception):
-    """A call ends without an answer: what its row says and what the harness gets."""
+    """A call ends without an answer: what its row says, what the harness gets, and whether the engine failed
+    while it had the request (``sent``)."""
 
-    def __init__(self, end: CallEnd, refusal: Refusal) -> None:
-        self.end, self.refusal = end, refusal
+    def __init__(self, end: CallEnd, refusal: Refusal, *, sent: bool = False) -> None:
+        self.end, self.refusal, self.sent = end, refusal, sent
 
 
 class Calls:
@@ -155,8 +156,12 @@ class Calls:
         session.refusal = session.refusal or Refusal(400, str(kind), f"the rollout has ended: {message}")
         raise session.refusal.again()
 
-    async def _engine_failed(self, session: Session, failure: Refusal) -> None:
-        """Too many calls in a row that the engine did not answer end the attempt."""
+    async def _engine_failed(self, session: Session, asked_at: float, failure: Refusal) -> None:
+        """Too many calls in a row that the engine had and did not answer end the attempt. Those that were with
+        it at the same time met one failure."""
+        if asked_at < session.engine_failed_at:
+            return
+        session.engine_failed_at = time.monotonic()
         session.engine_failures += 1
         if session.engine_failures >= ENGINE_FAILURES and session.refusal is None:
             await self._engine_gave_up(session.attempt_id)
@@ -217,7 +222,8 @@ class Calls:
                 completion_tokens=result.usage_completion,
             )
         except msgspec.ValidationError as error:
-            ended = _Ended(CallEnd.UPSTREAM_ERROR, _engine_away(f"its message cannot be read ({error})"))
+            away = _engine_away(f"its message cannot be read ({error})")
+            ended = _Ended(CallEnd.UPSTREAM_ERROR, away, sent=True)
             await self._failed(session, flight, ended, passage)
         except _Ended as ended:
             await self._failed(session, flight, ended, passage)
@@ -297,9 +303,9 @@ class Calls:
                     async with self._gate.passage(session.policy.max_hold_s) as held_ms:
                         passage.held_ms += held_ms
                         passage.version, overrun = self._versions.current, self._gate.overrun
-                        began = time.monotonic()
+                        passage.asked_at = time.monotonic()
                         result = await self._ask(session, flight, keys, pinned, passage)
-                        passage.engine_ms = (time.monotonic() - began) * 1000.0
+                        passage.engine_ms = (time.monotonic() - passage.asked_at) * 1000.0
                         # a call that an update did not wait for may have been answered by either version
                         passage.mixed = (self._versions.current, self._gate.overrun) != (
                             passage.version,
@@ -310,7 +316,8 @@ class Calls:
                     flight.recording()
                     return result
                 passage.flags["resampled"] = passage.flags.get("resampled", 0) + 1
-            raise _Ended(CallEnd.UPSTREAM_ERROR, _engine_away(f"it aborted the answer {RESAMPLES} times"))
+            away = _engine_away(f"it aborted the answer {RESAMPLES} times")
+            raise _Ended(CallEnd.UPSTREAM_ERROR, away, sent=True)
         except asyncio.CancelledError:
             if flight.stopped is None:
                 raise  # the server is stopping: the next start ends the call as server_lost
@@ -321,7 +328,7 @@ class Calls:
         except EngineRefused as error:
             raise _Ended(CallEnd.REJECTED, Refusal(400, error.code, error.message)) from error
         except EngineUnavailable as error:
-            raise _Ended(CallEnd.UPSTREAM_ERROR, _engine_away(str(error))) from error
+            raise _Ended(CallEnd.UPSTREAM_ERROR, _engine_away(str(error)), sent=error.sent) from error
 
     async def _ask(
         self,
@@ -381,8 +388,8 @@ class Calls:
             self._write_late(flight.id, [], [(record.FAILED, row)])
         if refusal.status >= 500:
             session.calls -= 1  # not the policy's doing: it is not charged
-        if ended.end is CallEnd.UPSTREAM_ERROR:
-            await self._engine_failed(session, refusal)
+        if ended.sent:
+            await self._engine_failed(session, passage.asked_at, refusal)
         raise refusal
 
     def _write_late(self, call_id: int, intent: record.Rows, end: record.Rows) -> None:
@@ -422,6 +429,7 @@ class _Passage:
         self.flags = flags
         self.version = 0
         self.held_ms = self.engine_ms = 0.0
+        self.asked_at = 0.0  # monotonic
         self.mixed = False
         self.versions: frozenset[int] = frozenset()  # those that can have been in force
         self.asked: Asked | None = None

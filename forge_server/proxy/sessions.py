@@ -58,7 +58,8 @@ class Session:
         self.flights: set[Flight] = set()
         self.next_seq = 0
         self.calls = 0  # calls of their own, replays not counted, nor what the engine did not answer
-        self.engine_failures = 0  # calls in a row that the engine did not answer
+        self.engine_failures = 0  # in a row, with calls that it had
+        self.engine_failed_at = 0.0  # monotonic: the last of them
         self.tokens = 0  # completion tokens sampled so far
         self.known: ChatResult | None = None
         self.answers = Answers()
