@@ -351,6 +351,39 @@ async def test_a_cancelled_call_is_not_joined(proxy: Rig) -> None:
     second.close()
 
 
+@pytest.mark.parametrize("marks", [RELAY, KEY, RETRIED])
+async def test_a_call_that_is_being_cancelled_is_not_joined(proxy: Rig, marks: dict[str, str]) -> None:
+    """A connection that is cut cancels its call; what is asked again because of the cut is made anew."""
+    stopping, stopped = asyncio.Event(), asyncio.Event()
+
+    async def script(body: dict[str, Any]) -> ChatResult:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            stopping.set()
+            await stopped.wait()  # the engine takes its time
+        raise AssertionError
+
+    proxy.engine.script = script
+    first, second = Wire(proxy), Wire(proxy)
+    await first.send(hello(), **marks)
+    await proxy.engine.arrived()
+    first.reset()
+    async with asyncio.timeout(PATIENCE):
+        await stopping.wait()
+    proxy.engine.script = proxy.engine.answer
+    await second.send(hello(), **marks)
+    asyncio.get_running_loop().call_later(0.3, stopped.set)
+    assert content(await second.read()) == "answer 1"
+    rows = await proxy.until(lambda rows: all(row.end for row in rows))
+    assert [(row.end, row.retry_of) for row in rows] == [("client_gone", None), ("ok", None)]
+    third = Wire(proxy)
+    await third.send(hello(), **marks)
+    assert content(await third.read()) == ("answer 2" if marks is RETRIED else "answer 1")
+    second.close()
+    third.close()
+
+
 async def test_replays_do_not_use_up_the_budget(database_url: str) -> None:
     async with rig(database_url, max_calls=1) as proxy:
         await _lose(proxy, Wire(proxy), hello())
