@@ -11,7 +11,9 @@ import pytest
 from proxy_rig import PATIENCE, Rig, eventually, follow, hello, result, rig
 
 from forge_server.domain.engine import ChatResult
+from forge_server.domain.errors import StoreError
 from forge_server.domain.states import Delivery, Untrainable
+from forge_server.proxy import record
 from forge_server.proxy.connection import Connection
 
 
@@ -191,6 +193,55 @@ async def test_i3_an_answer_after_the_end_of_its_connection_went_nowhere() -> No
     assert told[1] == (1, Delivery.YES)
     ours.close()
     theirs.close()
+
+
+async def test_i3_a_delivery_that_is_told_after_the_database_failed_is_written(proxy: Rig) -> None:
+    write_rows, failed, works = proxy.store.write_rows, asyncio.Event(), asyncio.Event()
+
+    async def failing(rows: Any) -> None:
+        rows = list(rows)
+        if rows[0][0] is record.DELIVERED and not works.is_set():
+            failed.set()
+            raise StoreError("the disk that holds the database is full")
+        await write_rows(rows)
+
+    proxy.store.write_rows = failing  # type: ignore[method-assign]
+    wire = Wire(proxy)
+    for text in ("a", "b"):
+        await wire.send(hello(text))
+        await wire.read()
+    async with asyncio.timeout(PATIENCE):
+        await failed.wait()
+    works.set()
+    await wire.send(hello("c"))
+    await wire.read()
+    await proxy.until(lambda rows: [row.delivered for row in rows] == ["yes", "yes", "unknown"])
+    wire.close()
+
+
+async def test_i3_a_delivery_that_is_being_written_at_the_sealing_counts(proxy: Rig) -> None:
+    write_rows, writing, go = proxy.store.write_rows, asyncio.Event(), asyncio.Event()
+
+    async def slow(rows: Any) -> None:
+        rows = list(rows)
+        if rows[0][0] is record.DELIVERED and not writing.is_set():
+            writing.set()
+            await go.wait()
+        await write_rows(rows)
+
+    proxy.store.write_rows = slow  # type: ignore[method-assign]
+    wire = Wire(proxy)
+    await wire.send(hello())
+    await wire.read()
+    wire.close()
+    async with asyncio.timeout(PATIENCE):
+        await writing.wait()
+    sealing = asyncio.create_task(proxy.seal())
+    await asyncio.wait({sealing}, timeout=0.3)
+    assert not sealing.done()
+    go.set()
+    await sealing
+    assert [(row.delivered, row.untrainable) for row in await proxy.rows()] == [("yes", None)]
 
 
 # --- retries ---

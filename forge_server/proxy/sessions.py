@@ -160,6 +160,7 @@ class Sessions:
         self._opening: dict[str, asyncio.Task[Session]] = {}
         self._sealed: dict[str, Refusal] = {}
         self._unwritten: dict[int, Delivery] = {}
+        self._flushing = asyncio.Lock()
         self._settling: dict[str, asyncio.Task[None]] = {}
         self._stored = Stored()
         self._closing = False
@@ -262,19 +263,21 @@ class Sessions:
         await self._flush()
 
     async def _flush(self) -> bool:
-        if not self._unwritten:
+        """Write what is known; whether all that was known before is written."""
+        async with self._flushing:
+            if not self._unwritten:
+                return True
+            batch = dict(self._unwritten)
+            self._unwritten.clear()
+            try:
+                await self._store.write_rows(
+                    [(record.DELIVERED, {"b_id": id, "b_delivered": told}) for id, told in batch.items()]
+                )
+            except StoreError as error:
+                self._unwritten.update(batch | self._unwritten)  # the same dict: the sessions write into it
+                log.error("deliveries not written", error=str(error))
+                return False
             return True
-        batch = dict(self._unwritten)
-        self._unwritten.clear()
-        try:
-            await self._store.write_rows(
-                [(record.DELIVERED, {"b_id": id, "b_delivered": delivery}) for id, delivery in batch.items()]
-            )
-        except StoreError as error:
-            self._unwritten = batch | self._unwritten
-            log.error("deliveries not written", error=str(error))
-            return False
-        return True
 
     async def _settle(self, attempt_id: str, session: Session | None) -> None:
         if session is not None:
