@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from proxy_rig import PATIENCE, Rig, eventually, follow, hello, result, rig
 
-from forge_server.domain.engine import ChatResult
+from forge_server.domain.engine import ChatResult, EngineUnavailable
 from forge_server.domain.errors import StoreError
 from forge_server.domain.states import Delivery, Untrainable
 from forge_server.proxy import record
@@ -520,3 +520,112 @@ async def test_i3_the_relays_last_word_is_written_before_and_after_the_sealing(
     assert (await proxy.rows())[2].delivered == Delivery.UNKNOWN
     for wire in wires:
         wire.close()
+
+
+def _first_fails(proxy: Rig) -> asyncio.Event:
+    """The engine fails the first call that it is asked once the event is set; others go as before."""
+    fail, others = asyncio.Event(), proxy.engine.script
+
+    async def script(body: dict[str, Any]) -> ChatResult:
+        if body is proxy.engine.asked[0]:
+            await fail.wait()
+            raise EngineUnavailable("away", sent=True)
+        return await others(body)
+
+    proxy.engine.script = script
+    return fail
+
+
+async def test_i3_an_error_in_the_place_of_an_announced_answer_delivers_nothing(database_url: str) -> None:
+    """A stream that got keep-alives has named its calls. When one of them fails the relay passes the error on and
+    tells that all were read."""
+    async with rig(database_url, keepalive_after_s=0.02, max_calls=2) as proxy:
+        fail = _first_fails(proxy)
+        async with proxy.client() as client:
+            path = f"/a/{proxy.attempt}/v1/chat/completions"
+            headers = {"x-forge-relay-call": "r1"}
+            async with client.stream("POST", path, json=hello(n=2, stream=True), headers=headers) as told:
+                read = told.headers["x-forge-call"]
+                await proxy.until(lambda rows: any(row.end == "ok" for row in rows))
+                fail.set()
+                text = (await told.aread()).decode()
+            assert "server_error" in text and "answer" not in text
+            rows = await proxy.rows()  # before the harness can have read it
+            withheld = [("ok", 503, "no", "not_delivered"), ("upstream_error", 503, "no", "not_ok")]
+            assert sorted((row.end, row.status, row.delivered, row.untrainable) for row in rows) == withheld
+            headers = {"x-forge-relay-call": "r2", "x-forge-relay-read": read}
+            again = (await proxy.ask(client, hello(n=2, stream=True), headers=headers)).text
+        # what was withheld is given to nobody, and charged to no budget
+        assert [f"answer {n}" in again for n in (1, 2, 3)] == [False, True, True]
+        ids = [row.id for row in await proxy.rows()]
+        await proxy.sessions.receipts(proxy.attempt, ids, [])
+        await proxy.seal()
+        await proxy.sessions.receipts(proxy.attempt, ids, [])
+        rows = await proxy.rows()
+        assert sorted((row.end, row.status, row.delivered, row.untrainable) for row in rows[:2]) == withheld
+        assert [(row.status, row.delivered, row.untrainable) for row in rows[2:]] == [(200, "yes", None)] * 2
+
+
+async def test_i3_a_withheld_answer_that_another_request_waits_for_is_delivered_to_that(
+    database_url: str,
+) -> None:
+    async with rig(database_url, keepalive_after_s=0.02) as proxy:
+        go = proxy.engine.blocked()
+        fail = _first_fails(proxy)
+        async with proxy.client() as client, proxy.client(**{"x-stainless-retry-count": "1"}) as other:
+            path = f"/a/{proxy.attempt}/v1/chat/completions"
+            headers = {"x-forge-relay-call": "r1"}
+            async with client.stream("POST", path, json=hello(n=2, stream=True), headers=headers) as told:
+                fail.set()
+                await proxy.until(lambda rows: any(row.end == "upstream_error" for row in rows))
+                joined = asyncio.create_task(proxy.ask(other, hello(n=2, stream=True)))
+                await _watched(proxy, 2)
+                go.set()
+                assert "server_error" in (await told.aread()).decode()
+            assert (await joined).text.count("answer") == 2
+        await proxy.seal()
+        rows = [row for row in await proxy.rows() if row.retry_of is None]
+        assert sorted((row.end, row.status, row.delivered) for row in rows) == [
+            ("ok", 200, "yes"),
+            ("ok", 200, "yes"),
+            ("upstream_error", 503, "no"),
+        ]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_i3_an_announced_answer_that_the_sealing_withheld_is_not_delivered(
+    database_url: str, n: int
+) -> None:
+    """The attempt is sealed while the answer is being written; the relay's last word comes after that."""
+    async with rig(database_url, keepalive_after_s=0.02) as proxy:
+        write_rows, go = proxy.store.write_rows, proxy.engine.blocked()
+        writing, written, works = asyncio.Semaphore(0), asyncio.Event(), asyncio.Event()
+
+        async def shaky(rows: Any) -> None:
+            rows = list(rows)
+            if any(what is record.ANSWERED for what, _ in rows):
+                writing.release()
+                await written.wait()
+            elif rows[0][0] is record.WITHHELD and not works.is_set():
+                asyncio.get_running_loop().call_later(0.3, works.set)
+                raise StoreError("the disk that holds the database is full")
+            await write_rows(rows)
+
+        proxy.store.write_rows = shaky  # type: ignore[method-assign]
+        async with proxy.client(**{"x-forge-relay-call": "r1"}) as client:
+            path = f"/a/{proxy.attempt}/v1/chat/completions"
+            async with client.stream("POST", path, json=hello(n=n, stream=True)) as told:
+                go.set()
+                async with asyncio.timeout(PATIENCE):
+                    for _ in range(n):
+                        await writing.acquire()
+                sealing = asyncio.create_task(proxy.seal())
+                await eventually(lambda: not proxy.sessions_now())
+                written.set()
+                assert "attempt_sealed" in (await told.aread()).decode()
+        await sealing
+        for _ in range(2):
+            rows = await proxy.rows()
+            withheld = [("ok", 409, "no", "not_delivered")] * n
+            assert [(row.end, row.status, row.delivered, row.untrainable) for row in rows] == withheld
+            await proxy.sessions.receipts(proxy.attempt, [row.id for row in rows], [])

@@ -133,6 +133,30 @@ async def test_i12_what_failed_for_a_reason_of_ours_is_not_charged_after_a_resta
             assert (await proxy.ask(client, hello("c"))).status_code == 400
 
 
+async def test_i3_an_answer_that_was_withheld_is_not_given_after_a_restart(database_url: str) -> None:
+    async with rig(database_url) as proxy:
+        write_rows, works = proxy.store.write_rows, asyncio.Event()
+
+        async def failing(rows: Any) -> None:
+            if proxy.engine.asked and not works.is_set():
+                raise StoreError("the disk that holds the database is full")
+            await write_rows(rows)
+
+        proxy.store.write_rows = failing  # type: ignore[method-assign]
+        async with proxy.client() as client:
+            assert (await proxy.ask(client)).status_code == 503
+        works.set()
+        await proxy.until(lambda rows: rows[0].end is not None)
+        async with proxy.serving(), proxy.client() as client:
+            answer = (await proxy.ask(client)).json()
+            assert answer["choices"][0]["message"]["content"] == "answer 2"
+            await proxy.seal()
+        assert [(row.status, row.delivered, row.untrainable) for row in await proxy.rows()] == [
+            (503, "no", "not_delivered"),
+            (200, "yes", None),
+        ]
+
+
 async def test_a_budget_is_not_used_up_before_that_is_written(database_url: str) -> None:
     async with rig(database_url, max_calls=1) as proxy:
         exceeded, trouble = proxy.budget_exceeded, [StoreError("the disk is full")]

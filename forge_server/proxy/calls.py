@@ -276,7 +276,7 @@ class Calls:
         except StoreError as error:
             session.calls -= 1
             session.settle(answer, Delivery.NO)
-            rows.append((record.WITHHELD, record.withheld(flight, str(error))))
+            rows.append((record.WITHHELD, record.withheld(flight.id, 503, f"{RECORD_ERROR}: {error}")))
             self._write_late(flight.id, [], rows)
             raise _unavailable(error) from error
         self.tally.ended(flight.dialect, flight.began_at, end_row)

@@ -19,21 +19,30 @@ class Answer:
 
     ``watchers`` connections are about to get it; ``line`` is the one that it was last sent on, None before
     that and once nothing more can be learned from it. What a ``relayed`` line has taken is with the relay, not
-    yet with the harness.
+    yet with the harness. ``withdrawn``: it is never given, whatever is said of its delivery.
     """
 
-    __slots__ = ("call_id", "completion", "delivery", "digest", "line", "relayed", "watchers")
+    __slots__ = ("call_id", "completion", "delivery", "digest", "line", "relayed", "watchers", "withdrawn")
 
     def __init__(self, call_id: int, digest: bytes, completion: Completion, delivery: Delivery) -> None:
         self.call_id, self.digest, self.completion, self.delivery = call_id, digest, completion, delivery
         self.line: Line | None = None
-        self.relayed = False
+        self.relayed = self.withdrawn = False
         self.watchers = 0
 
     @property
     def lost(self) -> bool:
         """Whether nobody is known to have got it, and nobody is getting it now."""
-        return self.delivery is not Delivery.YES and not self.watchers and self.line is None
+        return (
+            self.delivery is not Delivery.YES
+            and not self.watchers
+            and self.line is None
+            and not self.withdrawn
+        )
+
+    @property
+    def joinable(self) -> bool:
+        return not self.withdrawn
 
 
 class Flight:

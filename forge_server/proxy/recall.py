@@ -73,7 +73,7 @@ def past_calls(connection: sa.Connection, attempt_id: str, *, with_messages: boo
         undelivered=tuple(
             (row.id, row.request_digest, Delivery(row.delivered), _completion(row))
             for row in answered.values()
-            if row.delivered != Delivery.YES
+            if row.delivered != Delivery.YES and row.status == 200  # others are withheld for good
         ),
         said=said,
         forgotten=with_messages and len(said) < len(answered),

@@ -9,7 +9,6 @@ from typing import Any
 import sqlalchemy as sa
 
 from forge_server.domain.call import VersionSpan, count_fault
-from forge_server.domain.classify import RECORD_ERROR
 from forge_server.domain.engine import ChatResult
 from forge_server.domain.media import Media
 from forge_server.domain.states import CallEnd, Delivery, Untrainable
@@ -151,12 +150,12 @@ def answered(
     }
 
 
-def withheld(flight: Flight, why: str) -> Row:
-    """An answer that was not given because it could not be stored at the time."""
+def withheld(call_id: int, status: int, error: str) -> Row:
+    """An answer that was not given; the harness got ``status`` in its place."""
     return {
-        "b_id": flight.id,
-        "b_status": 503,
-        "b_error": f"{RECORD_ERROR}: {why}"[:2000],
+        "b_id": call_id,
+        "b_status": status,
+        "b_error": error[:2000].replace("\0", "\ufffd"),
         "b_delivered": Delivery.NO,
         "b_untrainable": Untrainable.NOT_DELIVERED,
     }

@@ -1,7 +1,7 @@
 """Retries within one attempt: which request gets an answer that exists, or is being made, already.
 
 1. The same relay call id or idempotency key with the same request: the same call, whatever became of it, unless
-   it was cancelled.
+   it was cancelled or its answer withdrawn.
 2. A twin in flight is joined only if nobody waits for it any more, or if the request says that it is a retry.
 3. A recorded answer that nobody is known to have got is given to the same request.
 
@@ -60,9 +60,7 @@ class Replays:
         """The call that a request with this digest repeats, or None when it is a call of its own."""
         for name in marks.names:
             known = self._marked.get(name)
-            if known is None or known.digest != digest:
-                continue
-            if isinstance(known, Answer) or known.joinable:
+            if known is not None and known.joinable and known.digest == digest:
                 return known
         for flight in self._flights.get(digest, ()):
             if flight.joinable and (marks.retried or not flight.watchers):

@@ -199,10 +199,34 @@ class InferenceRoutes:
         if relayed and _RELAY_READ in headers:
             session.receipts([int(call) for call in headers[_RELAY_READ].split() if call.isdigit()], ())
         served = await self._calls.begin(session, dialect.name, turn, headers)
-        flights = [one for one, _ in served if isinstance(one, Flight)]
         ids = [one.id if isinstance(one, Flight) else one.call_id for one, _ in served]
         stream = _Stream(send, dialect, turn, ids, relayed=relayed)
         connection: Connection | None = scope.get("extensions", {}).get(EXTENSION)
+        try:
+            await self._give(session, served, dialect, turn, stream, connection, receive, relayed=relayed)
+        except Refusal as refusal:
+            if not stream.started:
+                raise
+            if relayed:  # the ids have left with the head: the relay will take the error for their answers
+                landed = [one.answer if isinstance(one, Flight) else one for one, _ in served]
+                lost = [answer for answer in landed if answer is not None and answer.lost]
+                await self._sessions.withdraw(session, lost, refusal)
+            await stream.finish(dialect.error_event(refusal))
+
+    async def _give(
+        self,
+        session: Session,
+        served: list[tuple[Flight | Answer, bool]],
+        dialect: Dialect,
+        turn: Turn,
+        stream: "_Stream",
+        connection: Connection | None,
+        receive: Receive,
+        *,
+        relayed: bool,
+    ) -> None:
+        """Wait for the answers and send them. Raises ``Refusal`` when one of them failed."""
+        flights = [one for one, _ in served if isinstance(one, Flight)]
         leaving = connection.gone if connection is not None else asyncio.ensure_future(receive())
         given: list[tuple[Answer, int | None]] = []
         try:
@@ -218,10 +242,6 @@ class InferenceRoutes:
                 for answer, (_, own) in zip(answers, served, strict=True)
             ]
             await self._deliver(session, given, stream, connection, gone=gone, relayed=relayed)
-        except Refusal as refusal:
-            if not stream.started:
-                raise
-            await stream.finish(dialect.error_event(refusal))
         finally:
             if connection is None:
                 leaving.cancel()

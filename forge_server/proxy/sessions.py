@@ -8,8 +8,9 @@ are settled (I3).
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+import sqlalchemy as sa
 import structlog
 
 from forge_server.domain.engine import ChatResult, Template
@@ -19,7 +20,7 @@ from forge_server.domain.states import INFERENCE_STATES, AttemptState, CallEnd, 
 from forge_server.proxy import recall, record, splice
 from forge_server.proxy.dialects.base import Refusal
 from forge_server.proxy.flights import Answer, Flight
-from forge_server.proxy.ports import CallPolicy, PolicyLookup, Store
+from forge_server.proxy.ports import CallPolicy, PolicyLookup, Row, Store
 from forge_server.proxy.replay import Replays
 from forge_server.proxy.splice_index import Answers
 from forge_server.proxy.transcript import Stored, Transcript
@@ -36,7 +37,8 @@ _REMEMBERED = 20_000  # sealed attempts whose late calls are refused without ask
 _CLOSING = frozenset({"attempt_sealed", "attempt_ended"})
 _CLOSED_STATES = frozenset({AttemptState.SEALED, AttemptState.VERIFYING, AttemptState.ENDED})
 
-Mark = Callable[[int, Delivery], None]
+Write = tuple[sa.Update, Row]
+"""What is known of one call's delivery and not written yet."""
 
 
 def sealed_refusal(attempt_id: str) -> Refusal:
@@ -47,7 +49,9 @@ class Session:
     """One attempt's live state. ``refusal`` is set once no further call is admitted, ``closed`` once it is
     sealed."""
 
-    def __init__(self, attempt_id: str, policy: CallPolicy, mark: Mark, stored: Stored) -> None:
+    def __init__(
+        self, attempt_id: str, policy: CallPolicy, unwritten: dict[int, Write], stored: Stored
+    ) -> None:
         self.attempt_id, self.policy = attempt_id, policy
         self.refusal: Refusal | None = None
         self.closed = False
@@ -65,7 +69,7 @@ class Session:
         self.answers = Answers()
         self._said: tuple[recall.Said, ...] = ()
         self._open: dict[int, Answer] = {}  # answers whose delivery may still become known from a connection
-        self._mark = mark
+        self._unwritten = unwritten
 
     def restore(self, past: recall.Past) -> None:
         """Take up what earlier lives of the server recorded."""
@@ -105,7 +109,7 @@ class Session:
         answer.line = None
         if row_id is not None and delivery is not Delivery.UNKNOWN:
             self._mark(row_id, delivery)
-        if answer.delivery is Delivery.YES or delivery is Delivery.UNKNOWN:
+        if answer.delivery is Delivery.YES or delivery is Delivery.UNKNOWN or answer.withdrawn:
             return
         if answer.call_id in self.forest:
             if delivery is Delivery.YES:
@@ -136,6 +140,20 @@ class Session:
                 if answer is not None and (delivery is Delivery.YES or not answer.watchers):
                     self.settle(answer, delivery)
 
+    def withdraw(self, answer: Answer, refusal: Refusal) -> None:
+        """A relay was told to expect this answer and got ``refusal`` in its place. It will say that the answer was
+        read: nobody is given it from now on, so that this is never true.
+        """
+        self.settle(answer, Delivery.NO)
+        if answer.delivery is Delivery.YES:
+            return
+        answer.withdrawn = True
+        self._open.pop(answer.call_id, None)
+        if refusal.status >= 500:
+            self.calls -= 1  # not the policy's doing: it is not charged
+        row = record.withheld(answer.call_id, refusal.status, f"{refusal.code}: {refusal.message}")
+        self._unwritten[answer.call_id] = record.WITHHELD, row
+
     def close(self, refusal: Refusal) -> None:
         """Admit nothing more and cancel what is in flight."""
         self.refusal, self.closed = self.refusal or refusal, True
@@ -143,12 +161,15 @@ class Session:
             flight.stop(CallEnd.REJECTED, refusal)
 
     def look(self) -> bool:
-        """Settle what connections can tell now; whether some cannot tell yet."""
+        """Settle what connections can tell now; whether some cannot tell yet, or are about to get an answer."""
         waiting = [a for a in self._open.values() if a.line is not None and not a.relayed]
         for answer in waiting:
             if answer.line is not None and answer.line.taken():
                 self.settle(answer, Delivery.YES)
-        return any(answer.line is not None for answer in waiting)
+        return any(a.line is not None for a in waiting) or any(a.watchers for a in self._open.values())
+
+    def _mark(self, call_id: int, delivery: Delivery) -> None:
+        self._unwritten[call_id] = record.DELIVERED, {"b_id": call_id, "b_delivered": delivery}
 
 
 class Sessions:
@@ -159,7 +180,7 @@ class Sessions:
         self._live: dict[str, Session] = {}
         self._opening: dict[str, asyncio.Task[Session]] = {}
         self._sealed: dict[str, Refusal] = {}
-        self._unwritten: dict[int, Delivery] = {}
+        self._unwritten: dict[int, Write] = {}
         self._flushing = asyncio.Lock()
         self._settling: dict[str, asyncio.Task[None]] = {}
         self._stored = Stored()
@@ -206,7 +227,7 @@ class Sessions:
             ) from error
         if attempt_id in self._sealed:  # sealed while we read
             raise self._sealed[attempt_id].again()
-        session = Session(attempt_id, policy, self._unwritten.__setitem__, self._stored)
+        session = Session(attempt_id, policy, self._unwritten, self._stored)
         session.restore(past)
         self._live[attempt_id] = session
         return session
@@ -249,6 +270,12 @@ class Sessions:
         if not await self._flush():
             raise StoreError("the deliveries are not written", where=attempt_id)
 
+    async def withdraw(self, session: Session, answers: Sequence[Answer], refusal: Refusal) -> None:
+        """Take back answers that were announced to a relay; on return that is written, if the database works."""
+        for answer in answers:
+            session.withdraw(answer, refusal)
+        await self._flush()
+
     async def run(self) -> None:
         """Write deliveries as they become known, until cancelled."""
         while True:
@@ -270,9 +297,7 @@ class Sessions:
             batch = dict(self._unwritten)
             self._unwritten.clear()
             try:
-                await self._store.write_rows(
-                    [(record.DELIVERED, {"b_id": id, "b_delivered": told}) for id, told in batch.items()]
-                )
+                await self._store.write_rows(list(batch.values()))
             except StoreError as error:
                 self._unwritten.update(batch | self._unwritten)  # the same dict: the sessions write into it
                 log.error("deliveries not written", error=str(error))
