@@ -52,6 +52,7 @@ class FakeEngine:
         self.running = asyncio.Event()  # clear: a request runs and /pause?mode=wait blocks
         self.running.set()
         self.dev_mode = True
+        self.hidden = False  # dev_mode, while it serves: /weight_info is no more
         self.url = ""
 
     @asynccontextmanager
@@ -140,6 +141,8 @@ class FakeEngine:
         return web.Response()
 
     async def _weight_info(self, request: web.Request) -> web.Response:
+        if self.hidden:
+            raise web.HTTPNotFound
         return web.json_response({"weight_version": self.label})
 
     async def _set_label(self, request: web.Request) -> web.Response:

@@ -11,6 +11,7 @@ from engine_fake import CHAT, FakeEngine, make_checkpoint, until
 
 from forge_server.domain.engine import EngineUnavailable
 from forge_server.domain.errors import CheckpointError, EngineError
+from forge_server.engine import replica
 from forge_server.engine.attach import AttachedHost
 from forge_server.engine.checkpoint import Policy
 from forge_server.engine.client import EngineClient
@@ -255,6 +256,35 @@ async def test_an_attached_engine_that_restarted_gets_the_current_weights_again(
         await until(lambda: pool.ready and second.loaded == policies[1].path)
         assert second.label == policies[1].label
         await pool.chat({"messages": []}, request_id="r")
+        await pool.close()
+
+
+async def test_an_attached_engine_without_weight_updates_never_passes_for_a_later_version(
+    fake: FakeEngine, policies: list[Policy]
+) -> None:
+    """Another engine at the same address, with no moment in between at which nothing listened."""
+    pool = pool_of(fake.url, policy=policies[0])
+    pool.start()
+    await pool.wait_ready(20)
+    assert policies[1].path is not None
+    await pool.swap(policies[1].path, 1, policies[1].manifest_sha256)
+    fake.hidden = True
+    await until(lambda: not pool.ready and "offers no weight updates" in pool.reason)
+    await pool.close()
+
+
+async def test_an_attached_engine_without_weight_updates_keeps_its_initial_weights(
+    policies: list[Policy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica, "_WATCH_S", 0.01)
+    plain = FakeEngine(policies[0].path)
+    plain.dev_mode = False
+    async with plain.serving():
+        pool = pool_of(plain.url, policy=policies[0])
+        pool.start()
+        await pool.wait_ready(20)
+        await until(lambda: plain.log.count("GET /weight_info") > 5)
+        assert pool.ready and plain.log.count("GET /openapi.json") == 1  # settled once
         await pool.close()
 
 

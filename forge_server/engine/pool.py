@@ -236,7 +236,9 @@ class EnginePool:
     async def _agrees(self, control: EngineControl) -> bool:
         async with self._lock:
             label = await control.label()
-            return label is None or label == self._policy.label
+            if label is None:  # it holds what it was started with
+                return self._policy.version == 0
+            return label == self._policy.label
 
     def _ranked(self, key: str) -> list[Replica]:
         """Rendezvous hashing: when a replica goes, only its own keys move."""
