@@ -413,6 +413,8 @@ def _check(settings: Settings, where: str) -> None:
             where=where,
             mend='add url = "http://…"',
         )
+    if engine.kind == "attach" and engine.url.rstrip("/").endswith("/v1"):
+        raise ConfigError(f"[engine] url is {engine.url}", where=where, mend="write it without /v1")
     if engine.kind == "managed" and not engine.model:
         raise ConfigError(
             "[engine] kind is managed but model is empty",

@@ -288,6 +288,19 @@ async def test_an_attached_engine_without_weight_updates_keeps_its_initial_weigh
         await pool.close()
 
 
+async def test_an_address_without_vllm_is_never_ready(policies: list[Policy]) -> None:
+    """To settling, every path that is not there looks like an engine without weight updates."""
+    async with FakeEngine(policies[0].path).serving() as engine:
+        pool = pool_of(f"{engine.url}/elsewhere", policy=policies[0])
+        seen: list[bool] = []
+        pool._replicas[0]._changed = lambda: seen.append(pool.ready)
+        pool.start()
+        await until(lambda: len(seen) > 1)
+        assert seen == [False] * len(seen)
+        assert "answered 404" in pool.reason and "check [engine] url" in pool.reason
+        await pool.close()
+
+
 async def test_calls_of_one_attempt_stay_on_one_replica(fake: FakeEngine, policies: list[Policy]) -> None:
     async with FakeEngine(policies[0].path).serving() as second:
         pool = pool_of(fake.url, second.url, policy=policies[0])

@@ -79,6 +79,7 @@ def test_the_template_sets_nothing_and_holds_when_uncommented(tmp_path: Path) ->
         ('[engine]\nkind = "managed"', "model is empty", 'model = "FOLDER"'),
         ('[engine]\nkind = "attach"', "url is empty", "url = "),
         ('[engine]\nkind = "attach"\nurl = "host:8000"', "url is host:8000", "http://"),
+        ('[engine]\nkind = "attach"\nurl = "http://h:8000/v1/"', "url is http://h:8000/v1/", "without /v1"),
         ('[engine]\nflags = "--x"', "engine.flags: expected `list`, got `text`", ""),
         ("[engine]\nflags = [1]", "engine.flags[0]: expected `text`, got `int`", ""),
         ("[engine.env]\nA = 1", "engine.env[...]: expected `text`", ""),

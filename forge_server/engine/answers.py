@@ -131,8 +131,8 @@ _WINDOW = re.compile(r"maximum (context|model) length|max_model_len")
 _REQUEST_AT_FAULT = (400, 413, 422)
 
 
-def failure(status: int, body: bytes) -> EngineRefused | EngineUnavailable:
-    """The error that an answer with ``status`` other than 200 stands for.
+def failure(status: int, body: bytes, *, names_model: bool = True) -> EngineRefused | EngineUnavailable:
+    """The error that an answer with ``status`` other than 200 stands for; ``names_model``: so did the request.
 
     Only statuses that blame the request itself refuse it; a wrong key or model name is the server's own fault
     and passes like any other trouble.
@@ -147,7 +147,7 @@ def failure(status: int, body: bytes) -> EngineRefused | EngineUnavailable:
     mends = {
         401: "check [engine] api_key",
         403: "check [engine] api_key",
-        404: "check [engine] served_model",
+        404: "check [engine] served_model" if names_model else "check [engine] url",
     }
     return EngineUnavailable(
         f"the engine answered {status}: {message}",

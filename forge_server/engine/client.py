@@ -73,7 +73,7 @@ class EngineClient:
         payload = msgspec.json.encode(body) if body is not None else b""
         status, data = await self._send(method, target, payload, timeout_s)
         if status != 200:
-            raise answers.failure(status, data)
+            raise answers.failure(status, data, names_model="model" in (body or ()))
         try:
             return msgspec.json.decode(data) if data else None
         except msgspec.MsgspecError:

@@ -95,6 +95,8 @@ class Replica:
         address = await self._host.up(self._policy())
         client = self._connect(address.url)
         try:
+            # first: to settling, an address without vLLM is an engine that only lacks weight updates
+            await client.call("GET", "/health")
             await self._settle(EngineControl(client), address)
             self.template, lacks = await scale_out.probe(client)
             self.client, self.ready, self.reason = client, True, ""
