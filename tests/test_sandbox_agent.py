@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import subprocess
 import tempfile
 import textwrap
 import threading
@@ -521,6 +522,37 @@ def test_a_server_that_is_not_root_has_a_sandbox_too():
         assert reward(pod) == [1.0], pod.log("verifier")
         log = pod.log("harness")
         assert "LEAK" not in log and "CapEff:\t0000000000000000" in log and "\n1000\n" in log
+    finally:
+        lab.close()
+        wait_until_none(49002)
+        shutil.rmtree(folder)
+
+
+def test_what_its_owner_may_not_write_to_is_removed_without_root():
+    """Go makes its modules so; a link leads the removal nowhere."""
+    folder = Path(tempfile.mkdtemp())
+    os.chown(folder, 49002, 49002)
+    lab = Lab(folder)
+    for path in folder.rglob("*"):
+        os.chown(path, 49002, 49002)
+    aside = folder / "aside"
+    aside.mkdir(mode=0o500)
+    os.chown(aside, 49002, 49002)
+    script = f"mkdir -p ~/go/shut; touch ~/go/a.go; ln -s {aside} ~/go/out; chmod 0 ~/go/shut; chmod 500 ~/go"
+    removal = (
+        f"import sys; sys.path[:0] = ['{lab.forge}/runner.pyz']; from forge_runner.place import remove_tree; "
+    )
+    removal += f"remove_tree('{folder}/attempt')"
+    try:
+        with FakePod(plan(["bash", "-c", script]), verifier=verifier_tar(ONE)) as pod:
+            user = {"uid": -1, "python": "/usr/bin/python3", "read_only": [], "runner_user": 49002}
+            lab.run(pod, code=1, tidy=True, **user)  # its own removal
+        assert reward(pod) == [1.0] and (folder / "attempt").exists()
+        subprocess.run(
+            ["/usr/bin/python3", "-I", "-c", removal], user=49002, group=49002, extra_groups=[], check=True
+        )
+        assert not (folder / "attempt").exists()
+        assert aside.stat().st_mode & 0o777 == 0o500
     finally:
         lab.close()
         wait_until_none(49002)

@@ -170,6 +170,39 @@ async def test_a_cancelled_rollout_leaves_nothing(tmp_path):
         await it.quiet()
 
 
+DEEP = """import os
+for _ in range(3000):
+    os.mkdir('a')
+    os.chdir('a')
+"""
+
+
+async def test_folders_nested_without_end_are_removed(tmp_path):
+    """Deeper than Python recurses, and than a path may be long."""
+    script = script_spec(
+        f"exec \"$PY\" -I -S - <<'END'\n{DEEP}open('/workspace/ready', 'w')\n"
+        "__import__('time').sleep(1000)\nEND"
+    )
+    async with rig(tmp_path, specs={"script": script}, stop_grace_s=1.0) as it:
+        await it.group(harness="script")
+        (running,) = await it.until(lambda: it.of("attempt_running"))
+        ready = it.backend.attempts / running.attempt_id / "work" / "ready"
+        async with asyncio.timeout(30):
+            while not ready.exists():  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        await it.lifecycle.apply(e.RolloutCancelled(rollout_id=running.rollout_id))
+        await it.quiet()
+        assert list(it.backend.attempts.iterdir()) == [] and it.backend._users._taken == set()
+
+
+def test_a_restart_removes_folders_nested_without_end(tmp_path):
+    folder = tmp_path / "attempts" / "at-1"
+    folder.mkdir(parents=True)
+    subprocess.run([sys.executable, "-c", DEEP], cwd=folder, check=True)
+    assert leftovers.remove_folders(tmp_path / "attempts") == 1
+    assert not folder.exists()
+
+
 async def test_a_runner_that_hangs_is_missed(tmp_path):
     """A runner that is stopped sends no heartbeat; its sandbox goes with it."""
     async with rig(

@@ -8,10 +8,14 @@ writes; a process that cannot be asked is not ours.
 import contextlib
 import os
 import select
-import shutil
 import signal
 from pathlib import Path
 
+import structlog
+
+from forge_server.runner.place import remove_tree
+
+log = structlog.get_logger(__name__)
 MARK = "FORGE_RUNNER_OF"
 
 
@@ -49,10 +53,15 @@ def kill_runners(instance: str, wait_s: float = 10.0) -> int:
 
 
 def remove_folders(root: Path) -> int:
-    """Delete what attempts left below ``root``; returns how many there were."""
+    """Delete what attempts left below ``root``; returns how many there were. What cannot be deleted is in nobody's
+    way.
+    """
     folders = [p for p in root.iterdir() if p.is_dir()] if root.is_dir() else []
     for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            remove_tree(str(folder))
+        except OSError as error:
+            log.warning("an attempt's folder stays", error=str(error))
     return len(folders)
 
 

@@ -10,7 +10,6 @@ import base64
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import tempfile
@@ -28,6 +27,7 @@ from forge_server.harness.plan import Plan
 from forge_server.runner.confine import kill_user
 from forge_server.runner.main import DISMISSED
 from forge_server.runner.pack import pack
+from forge_server.runner.place import remove_tree
 from forge_server.scheduler import leftovers
 from forge_server.scheduler.backend import PLENTY, Gone, Launch, LaunchFailed, Look, OnGone
 from forge_server.scheduler.limits import Cgroups, clear_instance
@@ -257,7 +257,9 @@ class LocalBackend:
         try:
             await asyncio.to_thread(self._clear, attempt_id, runner, code)
         except Exception:  # what hangs in the disk does not even die of SIGKILL
-            log.exception("an attempt left something behind: its user id is not used again", attempt=attempt_id)
+            log.exception(
+                "an attempt left something behind: its user id is not used again", attempt=attempt_id
+            )
         else:
             self._give_back(runner.uid)
         del self._runners[attempt_id]
@@ -287,7 +289,7 @@ class LocalBackend:
             kill_user(runner.uid)
         self._cgroups.remove(attempt_id)
         if runner.folder.exists():
-            shutil.rmtree(runner.folder, ignore_errors=True)
+            remove_tree(str(runner.folder))
 
     def _give_back(self, uid: int) -> None:
         if self._users and uid >= 0:
