@@ -3,6 +3,7 @@
 import json
 import socket
 import threading
+import tracemalloc
 
 import pytest
 
@@ -231,6 +232,31 @@ def test_a_body_beyond_all_measure_is_refused(door, upstream, monkeypatch):
     sock.sendall(post(body=b"x" * 2000))
     assert read(reader)[0] == b"413"
     assert upstream.requests == []
+
+
+def test_trailers_without_end_are_refused(door, upstream):
+    sock, reader = door()
+    head = b"POST /v1/messages HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n"
+    sock.sendall(head + (b"a: " + b"x" * 1000 + b"\r\n") * 66)
+    assert read(reader)[0] == b"413"
+    assert upstream.requests == []
+
+
+def test_small_chunks_take_no_more_room_than_they_hold():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        body = b"2\r\nab\r\n" * 100_000 + b"0\r\n\r\n"
+        sender = threading.Thread(target=theirs.sendall, args=(body,))
+        tracemalloc.start()
+        try:
+            sender.start()
+            got = read_body(Reader(ours), [(b"transfer-encoding", b"chunked")], 1 << 20)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+            sender.join()
+    assert got == b"ab" * 100_000
+    assert peak < 2_000_000
 
 
 @pytest.mark.parametrize(

@@ -188,6 +188,23 @@ def test_the_runner_cannot_be_killed(lab):
     assert finish["exit_code"] == 137 and finish["signal"] == 9 and finish["runner_error"] == ""
 
 
+def may_set_floors():
+    """Whether this process has CAP_SYS_RESOURCE, which not every container gives to root."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return bool(int(status["CapEff"], 16) >> 24 & 1)
+
+
+@pytest.mark.skipif(not may_set_floors(), reason="without CAP_SYS_RESOURCE a score can be lowered again")
+def test_the_agent_dies_first_when_memory_runs_out(lab):
+    """The machine's, which the agent may use up through its runner as well: it cannot lower its own score."""
+    script = """
+    cat /proc/self/oom_score_adj
+    for score in -1 0 999; do { echo $score > /proc/self/oom_score_adj; } 2>/dev/null; done
+    cat /proc/self/oom_score_adj
+    """
+    assert attack(lab, script).log("harness").split() == ["1000", "1000"]
+
+
 def test_daemons_are_dead_before_the_verifier_arrives(lab):
     """A daemon that waits for /tests and keeps the output open neither lives on nor delays the end."""
     daemon = (

@@ -164,6 +164,10 @@ class Child:
         resource.prlimit(self._main, resource.RLIMIT_CORE, (0, 0))
         if uid >= 0 and max_processes:  # counted per user of the machine; the user is the attempt's own
             resource.prlimit(self._main, resource.RLIMIT_NPROC, (max_processes, max_processes))
+        # Memory runs out: the agent dies, not its runner. What a process with CAP_SYS_RESOURCE writes is a floor, which
+        # the agent cannot go below again.
+        with contextlib.suppress(OSError), open(f"/proc/{self._main}/oom_score_adj", "w") as score:
+            score.write("1000")
         order = marshal.dumps((argv, env, cwd, uid, stdin))
         self._channel.sendall(len(order).to_bytes(4, "big") + order)
         self._channel.close()

@@ -42,7 +42,7 @@ def enter(fd: int, port: int) -> None:
             os.write(file, stdin)
             os.lseek(file, 0, os.SEEK_SET)
             os.dup2(file, 0)
-        # memory runs out: the agent dies, not its runner, which a kubelet may have given as much as 999 already
+        # as the runner did, which may not have been allowed to; a kubelet may have given the runner 999 already
         with open("/proc/self/oom_score_adj", "w") as score:
             score.write("1000")
         if uid >= 0:

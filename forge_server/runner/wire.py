@@ -12,7 +12,7 @@ class Broken(ConnectionError):
 
 
 class TooLong(Broken):
-    """A chunk is longer than what may be taken in."""
+    """A chunk, or what follows the last one, is longer than what may be taken in."""
 
 
 def dial(url: str, timeout: float | None) -> socket.socket:
@@ -108,6 +108,8 @@ class Reader:
         while True:  # trailers, then an empty line
             part = self.until(b"\r\n", HEAD_LIMIT)
             raw += part
+            if len(raw) > HEAD_LIMIT:
+                raise TooLong("trailers too long")
             if part in (b"\r\n", b""):
                 return raw, b""
 
@@ -176,14 +178,12 @@ def read_body(reader: Reader, headers: Headers, limit: int, share: Share | None 
         if share is not None:
             share.take(length)
         return reader.exactly(length)
-    parts: list[bytes] = []
-    total = 0
+    body = bytearray()  # a list of small chunks would take many times their room
     while True:
         try:
-            _, payload = reader.chunk(limit - total, share)
+            _, payload = reader.chunk(limit - len(body), share)
         except TooLong:
             return None
         if not payload:
-            return b"".join(parts)
-        total += len(payload)
-        parts.append(payload)
+            return bytes(body)
+        body += payload
