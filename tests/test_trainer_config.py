@@ -55,6 +55,21 @@ def test_overrides_that_reach_the_update_are_taken(trainer: Trainer) -> None:
         ("model_engine=megatron", "ignored"),
         ("actor_rollout_ref.actor.no_such_key=1", "ignored"),
         ("actor_rollout_ref.actor.optim.no_such_key=1", "does not accept"),
+        ("actor_rollout_ref.actor.clip_ratio=0.4", "clip_ratio_low"),
+        ("actor_rollout_ref.model.tiled_mlp.enabled=true", "ignored"),
+        ("actor_rollout_ref.actor.fsdp_config.dtype=float16", "actor.fsdp_config.mixed_precision"),
+        ("actor_rollout_ref.ref.fsdp_config.dtype=float16", "ref.fsdp_config.mixed_precision"),
+        ("actor_rollout_ref.actor.fsdp_config.strategy=fsdp", "use actor_rollout_ref.actor.strategy"),
+        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "only flash attention"),
+        ("actor_rollout_ref.ref.ulysses_sequence_parallel_size=2", "cut alike"),
+        ("actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2", "the reference follows"),
+        ("algorithm.rollout_correction.rollout_rs=token_k1", "rollout_correction.rollout_rs_threshold"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=dro", "policy_loss.dro_beta"),
+        ("actor_rollout_ref.actor.ppo_epochs=0", "at least 1"),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size=0", "at least 1"),
+        ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=-1", "at least 1"),
+        ("actor_rollout_ref.actor.fsdp_config={param_offload:true,strategy:fsdp}", "actor.strategy"),
+        ("actor_rollout_ref.actor.optim={lr:1e-5,total_training_steps:3}", "number of steps"),
         ("~data", "deletions"),
         ("nonsense", "not a Hydra override"),
     ],
@@ -64,3 +79,24 @@ def test_overrides_that_would_lie_are_refused_by_name(trainer: Trainer, override
     assert done.returncode == 2
     assert override.partition("=")[0].lstrip("~") in done.stderr
     assert reason in done.stderr
+
+
+def test_a_choice_that_the_estimator_does_not_read_is_refused(trainer: Trainer) -> None:
+    choice = "algorithm.norm_adv_by_std_in_grpo=false"
+    for estimator, code in {"grpo": 0, "grpo_passk": 0, "grpo_vectorized": 2, "rloo": 2}.items():
+        done = trainer.run(
+            "-m", "forge_server.trainer.config", f"algorithm.adv_estimator={estimator}", choice
+        )
+        assert done.returncode == code, done.stderr
+        assert code == 0 or (choice in done.stderr and estimator in done.stderr)
+
+
+def test_a_sequence_is_cut_over_gpus_with_flash_attention_only(trainer: Trainer) -> None:
+    cut = "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
+    attention = "+actor_rollout_ref.model.override_config.attn_implementation="
+    assert (
+        trainer.run("-m", "forge_server.trainer.config", cut, f"{attention}flash_attention_2").returncode == 0
+    )
+    for other in ("sdpa", "eager", "null"):
+        done = trainer.run("-m", "forge_server.trainer.config", cut, attention + other)
+        assert done.returncode == 2 and cut in done.stderr, done.stderr

@@ -10,6 +10,7 @@ name.
 
 import importlib.util
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,6 @@ READ = (
     f"{ACTOR}.ppo_mini_batch_size",
     f"{ACTOR}.ppo_epochs",
     f"{ACTOR}.ppo_max_token_len_per_gpu",
-    f"{ACTOR}.clip_ratio",
     f"{ACTOR}.clip_ratio_low",
     f"{ACTOR}.clip_ratio_high",
     f"{ACTOR}.clip_ratio_c",
@@ -69,9 +69,9 @@ READ = (
     f"{MODEL}.enable_activation_offload",
     f"{MODEL}.use_remove_padding",
     f"{MODEL}.use_liger",
-    f"{MODEL}.tiled_mlp",
 )
 
+SEQUENCE_PARALLEL = f"set {ACTOR}.ulysses_sequence_parallel_size, which the reference follows"
 BY_TOKENS = f"micro-batches are cut by tokens; use {ACTOR}.ppo_max_token_len_per_gpu"
 # Why a key that a veRL user may expect to work does not; the longest matching name speaks.
 REFUSED = {
@@ -80,6 +80,13 @@ REFUSED = {
     "algorithm.filter_groups": "the server chooses the groups of a batch",
     f"{CORRECTION}.loss_type": f"set {ACTOR}.policy_loss.loss_mode instead",
     f"{ACTOR}.optim.total_training_steps": "the run's number of steps is set with the run",
+    f"{ACTOR}.clip_ratio": f"veRL reads the two sides; use {ACTOR}.clip_ratio_low and {ACTOR}.clip_ratio_high",
+    f"{ACTOR}.fsdp_config.dtype": f"the engine does not read it; use {ACTOR}.fsdp_config.mixed_precision",
+    f"{ACTOR}.fsdp_config.strategy": f"veRL sets it; use {ACTOR}.strategy",
+    f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": SEQUENCE_PARALLEL,
+    f"{REF}.fsdp_config.dtype": f"the engine does not read it; use {REF}.fsdp_config.mixed_precision",
+    f"{REF}.fsdp_config.strategy": f"veRL sets it; use {ACTOR}.strategy",
+    f"{REF}.fsdp_config.ulysses_sequence_parallel_size": SEQUENCE_PARALLEL,
     f"{ACTOR}.grad_clip": f"veRL's engine does not read it; use {ACTOR}.optim.clip_grad",
     f"{ACTOR}.use_torch_compile": f"the engine does not read it; use {ACTOR}.fsdp_config.use_torch_compile",
     f"{ACTOR}.use_dynamic_bsz": BY_TOKENS,
@@ -113,7 +120,17 @@ ESTIMATORS = (
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
 )
+DIVIDING_BY_CHOICE = ("grpo", "grpo_passk")
 TOKEN_LOSSES = ("vanilla", "dppo_tv", "dppo_kl", "gpg", "dro", "cispo")
+# Read by veRL or by ``update`` as numbers that divide or bound.
+COUNTS = (
+    f"{ACTOR}.ppo_epochs",
+    f"{ACTOR}.ppo_mini_batch_size",
+    f"{ACTOR}.ppo_max_token_len_per_gpu",
+    f"{ROLLOUT}.log_prob_max_token_len_per_gpu",
+    f"{REF}.log_prob_max_token_len_per_gpu",
+    f"{ACTOR}.ulysses_sequence_parallel_size",
+)
 TOKEN_AGGREGATIONS = ("token-mean", "token-sum")
 TOKEN_REJECTIONS = ("token_k1", "token_k2", "token_k3")
 
@@ -153,8 +170,8 @@ def build(overrides: list[str], *, model_path: str, total_steps: int, device: st
 def check(overrides: list[str], *, device: str) -> DictConfig:
     """Compose ``overrides`` over the defaults and refuse what this trainer cannot honour."""
     keys = keys_of(overrides)
-    for text, key in keys.items():
-        reason = _refusal(key)
+    for text, names in keys.items():
+        reason = next(filter(None, map(_refusal, names)), None)
         if reason is not None:
             raise OverrideRefused(f"override {text!r} is refused: {reason}")
     config = composed("ppo_trainer", overrides)
@@ -175,8 +192,8 @@ def composed(name: str, overrides: list[str]) -> DictConfig:
         raise OverrideRefused(f"veRL's config does not accept the overrides: {error}") from None
 
 
-def keys_of(overrides: list[str]) -> dict[str, str]:
-    """Override text -> the config key it sets. Raises OverrideRefused for what is no plain assignment."""
+def keys_of(overrides: list[str]) -> dict[str, list[str]]:
+    """Override text -> the config keys it sets. Raises OverrideRefused for what is no plain assignment."""
     found = {}
     for text in overrides:
         try:
@@ -187,8 +204,17 @@ def keys_of(overrides: list[str]) -> dict[str, str]:
             raise OverrideRefused(
                 f"override {text!r} is refused: deletions and sweeps have no meaning for one run"
             )
-        found[text] = parsed.key_or_group
+        found[text] = list(_leaves(parsed.key_or_group, parsed.value()))
     return found
+
+
+def _leaves(key: str, value: Any) -> Iterator[str]:
+    """``key``, or what a mapping given for it sets one by one: Hydra merges it."""
+    if not isinstance(value, dict) or not value:
+        yield key
+        return
+    for name, below in value.items():
+        yield from _leaves(f"{key}.{name}", below)
 
 
 def _below(key: str, name: str) -> bool:
@@ -209,10 +235,10 @@ def _touched(key: str, users: set[str]) -> bool:
 
 
 def _check_values(config: DictConfig) -> None:
-    """Refuse values that are wrong when a rollout has several samples."""
+    """Refuse values that are wrong when a rollout has several samples, that another value makes ignored, or that the
+    first batch would stumble over."""
     actor = config.actor_rollout_ref.actor
-    correction = config.algorithm.rollout_correction
-    _one_of("algorithm.adv_estimator", config.algorithm.adv_estimator, ESTIMATORS, "it has no group baseline")
+    _check_algorithm(config.algorithm)
     _one_of(
         f"{ACTOR}.loss_agg_mode",
         actor.loss_agg_mode,
@@ -225,6 +251,34 @@ def _check_values(config: DictConfig) -> None:
         TOKEN_LOSSES,
         "it works on whole samples or micro-batches, so it changes with how a rollout is cut",
     )
+    if actor.policy_loss.loss_mode == "dro" and not (actor.policy_loss.dro_beta or 0) > 0:
+        raise OverrideRefused(
+            f"override '{ACTOR}.policy_loss.loss_mode=dro' is refused without {ACTOR}.policy_loss.dro_beta: "
+            "the penalty has no default; set it above 0"
+        )
+    _one_of(
+        f"{ACTOR}.strategy",
+        actor.strategy,
+        ("fsdp", "fsdp2"),
+        "checkpoints are written by veRL's FSDP engine",
+    )
+    for key in COUNTS:
+        value = OmegaConf.select(config, key)
+        if not isinstance(value, int) or value < 1:
+            raise OverrideRefused(
+                f"override '{key}={value}' is refused: it must be a whole number of at least 1"
+            )
+    _check_parallel(config.actor_rollout_ref)
+
+
+def _check_algorithm(algorithm: DictConfig) -> None:
+    correction = algorithm.rollout_correction
+    _one_of("algorithm.adv_estimator", algorithm.adv_estimator, ESTIMATORS, "it has no group baseline")
+    if not algorithm.norm_adv_by_std_in_grpo and algorithm.adv_estimator not in DIVIDING_BY_CHOICE:
+        raise OverrideRefused(
+            "override 'algorithm.norm_adv_by_std_in_grpo=false' is refused together with "
+            f"adv_estimator={algorithm.adv_estimator}: only {' and '.join(DIVIDING_BY_CHOICE)} read it"
+        )
     _one_of(
         f"{CORRECTION}.rollout_is",
         correction.rollout_is,
@@ -243,12 +297,31 @@ def _check_values(config: DictConfig) -> None:
             f"override '{CORRECTION}.bypass_mode=true' is refused together with rollout_is or rollout_rs: "
             "the recorded logprobs are taken as the old ones, so there is no gap to correct"
         )
-    _one_of(
-        f"{ACTOR}.strategy",
-        actor.strategy,
-        ("fsdp", "fsdp2"),
-        "checkpoints are written by veRL's FSDP engine",
+    for name in ("rollout_is", "rollout_rs"):
+        if correction[name] and correction[f"{name}_threshold"] is None:
+            raise OverrideRefused(
+                f"override '{CORRECTION}.{name}={correction[name]}' is refused without "
+                f"{CORRECTION}.{name}_threshold: there is no default"
+            )
+
+
+def _check_parallel(sections: DictConfig) -> None:
+    """Refuse a sequence cut over several GPUs where its attention or its reference would not fit together."""
+    size, of_reference = (
+        int(section.ulysses_sequence_parallel_size) for section in (sections.actor, sections.ref)
     )
+    if of_reference != size:
+        raise OverrideRefused(
+            f"override '{REF}.ulysses_sequence_parallel_size={of_reference}' is refused: the reference scores the "
+            f"policy's rows, so they are cut alike; {SEQUENCE_PARALLEL}"
+        )
+    attention = sections.model.override_config.get("attn_implementation", "flash_attention_2")
+    if size > 1 and not str(attention).startswith("flash_attention"):
+        raise OverrideRefused(
+            f"override '{ACTOR}.ulysses_sequence_parallel_size={size}' is refused with {attention} attention: only "
+            "flash attention sees beyond a rank's part of the sequence; install flash_attn, and set "
+            f"+{MODEL}.override_config.attn_implementation=flash_attention_2"
+        )
 
 
 def _one_of(key: str, value: Any, allowed: tuple[Any, ...], reason: str) -> None:
@@ -264,9 +337,9 @@ def attention_default(section: str, device: str) -> dict[str, Any]:
     return {}
 
 
-def set_untouched(config: DictConfig, defaults: dict[str, Any], keys: dict[str, str]) -> None:
+def set_untouched(config: DictConfig, defaults: dict[str, Any], keys: dict[str, list[str]]) -> None:
     """Set those of ``defaults`` that no user override (``keys``, of ``keys_of``) speaks about."""
-    users = set(keys.values())
+    users = {key for names in keys.values() for key in names}
     set_values(config, {key: value for key, value in defaults.items() if not _touched(key, users)})
 
 

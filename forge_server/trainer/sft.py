@@ -75,8 +75,8 @@ def build(
 ) -> DictConfig:
     """veRL's SFT config. Raises OverrideRefused for what the flags or the checkpoint folder decide."""
     keys = config.keys_of(overrides)
-    for text, key in keys.items():
-        if any(key == name or key.startswith(name + ".") for name in FORCED):
+    for text, names in keys.items():
+        if any(key == name or key.startswith(name + ".") for key in names for name in FORCED):
             raise OverrideRefused(
                 f"override {text!r} is refused: the command's flags and its output decide it"
             )
