@@ -20,6 +20,7 @@ from controller_support import (
 
 from forge_server.domain.errors import CheckpointError
 from forge_server.domain.states import PolicyState
+from forge_server.store import batch_bodies
 from forge_server.store import tables as t
 
 pytestmark = pytest.mark.timeout(600)
@@ -31,8 +32,8 @@ def _steps_on_disk(folder: Path, run_id: str) -> int:
 
 
 async def _bodies(w: World, run_id: str) -> dict[int, bytes]:
-    rows = await w.rows(t.batch_bodies, t.batch_bodies.c.run_id == run_id)
-    return {row.k: bytes(row.body) for row in rows}
+    rows = await w.rows(t.batches, t.batches.c.run_id == run_id)
+    return {row.k: await w.store.read(lambda c, k=row.k: batch_bodies.read(c, run_id, k)) for row in rows}
 
 
 async def _whole(w: World, run_id: str, steps: int) -> None:

@@ -16,6 +16,7 @@ from forge_server.domain.errors import CheckpointError, Conflict
 from forge_server.domain.policy import Version
 from forge_server.domain.run import RunEval
 from forge_server.domain.states import PolicyState
+from forge_server.store import batch_bodies
 from forge_server.store import tables as t
 from forge_server.trainer.batch import read
 
@@ -60,9 +61,7 @@ async def step(trainer: FakeTrainer, session: Any, run_id: str, k: int) -> int:
 
 async def versions_trained(w: World, run_id: str, k: int) -> set[int]:
     """The least and the greatest of those that sampled what batch ``k`` trains."""
-    c = t.batch_bodies.c
-    (row,) = await w.rows(t.batch_bodies, c.run_id == run_id, c.k == k)
-    batch = read(row.body, k=k)
+    batch = read(await w.store.read(lambda c: batch_bodies.read(c, run_id, k)), k=k)
     return {batch.min_version, batch.max_version}
 
 

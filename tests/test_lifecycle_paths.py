@@ -11,6 +11,7 @@ from forge_server.domain import events as e
 from forge_server.domain.events import EventRow, Refusal
 from forge_server.domain.outcome import Kind, Outcome
 from forge_server.domain.states import AttemptState, RolloutState, RunState
+from forge_server.store import batch_bodies
 from forge_server.store import tables as t
 from forge_server.store.database import Store
 
@@ -322,8 +323,7 @@ async def test_i8_a_batch_is_written_once_with_its_groups_and_its_step(world: Wo
     )
     assert (await world.apply(too_far)).refusal is Refusal.WRONG_STATE
     assert (await world.run_row()).step == 1
-    body = await world.store.read(lambda c: c.execute(sa.select(t.batch_bodies.c.body)).scalar_one())
-    assert bytes(body) == b"x" * 9
+    assert await world.store.read(lambda c: batch_bodies.read(c, "ru", 1)) == b"x" * 9
     trained = await world.store.read(lambda c: c.execute(sa.select(t.groups.c.batch_k)).scalar_one())
     assert trained == 1
     dropped = e.GroupDropped(group_id="gr", reason="stale")

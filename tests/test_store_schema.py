@@ -8,7 +8,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 
 from forge_server.domain.errors import StoreError
-from forge_server.store import engines, schema
+from forge_server.store import batch_bodies, engines, schema
 from forge_server.store.database import Store
 from forge_server.store.tables import metadata
 
@@ -51,6 +51,28 @@ def test_up_and_down_and_up_again(database_url: str) -> None:
     schema.upgrade(database_url)
     schema.upgrade(database_url)
     Store.open(database_url).close()
+
+
+async def test_a_batch_in_parts_is_whole_in_every_revision(
+    database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_bodies, "PART_BYTES", 7)
+    body = bytes(range(100))
+    store = Store.open(database_url, create=True)
+    for k in (1, 2):
+        await store.write(lambda c, k=k: batch_bodies.write(c, "ru", k, body[: 50 * k]))
+    store.close()
+    schema.downgrade(database_url, "0005")
+    engine = engines.writer(engines.parse(database_url))
+    with engine.begin() as connection:
+        rows = connection.execute(sa.text("SELECT k, body FROM batch_bodies ORDER BY k")).all()
+    assert [(k, bytes(whole)) for k, whole in rows] == [(1, body[:50]), (2, body)]
+    schema.upgrade(database_url)
+    store = Store.open(database_url)
+    for k in (1, 2):
+        assert await store.read(lambda c, k=k: batch_bodies.read(c, "ru", k)) == body[: 50 * k]
+    assert await store.read(lambda c: batch_bodies.read(c, "ru", 3)) == b""
+    store.close()
 
 
 def test_a_missing_or_empty_database_names_the_mend(database_url: str) -> None:

@@ -123,7 +123,7 @@ async def test_a_batch_is_the_same_bytes_each_time(database_url: str, tmp_path: 
         assert first is not None and [await trainer.batch(1) for _ in range(2)] == [first, first]
         (row,) = await w.rows(t.batches)
         assert row.sha256 == sha256(first).hexdigest() and row.size == len(first)
-        damage = sa.update(t.batch_bodies).values(body=first[:-1] + b"\0")
+        damage = sa.update(t.batch_parts).values(body=first[:-1] + b"\0")
         await w.store.write(lambda c: c.execute(damage) and None)
         with pytest.raises((LinkFailed, ConnectionError)):
             await trainer.batch(1)

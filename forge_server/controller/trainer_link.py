@@ -9,6 +9,7 @@ Invariant I8: batch k is one stored body, sent as often as it is asked for.
 import secrets
 import time
 from collections.abc import Callable
+from functools import partial
 from hashlib import sha256
 from hmac import compare_digest
 from pathlib import Path
@@ -26,6 +27,7 @@ from forge_server.domain.errors import Conflict, Gone, NotFound, TrainerError
 from forge_server.domain.events import Noted
 from forge_server.domain.run import RunSettings
 from forge_server.domain.states import RunState
+from forge_server.store import batch_bodies
 from forge_server.store import tables as t
 from forge_server.store.database import Store
 from forge_server.store.step_metrics import merge_metrics
@@ -214,20 +216,22 @@ class TrainerLink:
     async def batch(self, run_id: str, k: int, session: str, wait_s: float = LONG_POLL_S) -> BatchBody | None:
         """Batch ``k``, or None when it is not there after ``wait_s``.
 
-        Raises NotFound, Conflict (fenced off) and Gone (there will be no such batch).
+        Raises NotFound, Conflict (fenced off), Gone (there will be no such batch) and TrainerError (it is damaged).
         """
         deadline = self._clock() + wait_s
         while True:
             ear = self._bells.ear(run_id)
-            found = await self._store.write(lambda connection: self._take(connection, run_id, k, session))
-            if found is not None:
+            digest = await self._store.write(lambda connection: self._take(connection, run_id, k, session))
+            if digest is not None:
                 self._bells.ring(run_id)
-                return found
+                body = await self._store.read(partial(_body, run_id=run_id, k=k, digest=digest))
+                return BatchBody(body=body, sha256=digest)
             left = deadline - self._clock()
             if self._closed or left <= 0 or not await listen(ear, left):
                 return None
 
-    def _take(self, connection: Connection, run_id: str, k: int, session: str) -> BatchBody | None:
+    def _take(self, connection: Connection, run_id: str, k: int, session: str) -> str | None:
+        """The batch's digest; None when it is not there yet."""
         run = _run(connection, run_id)
         self._renew(connection, run_id, session)
         _refuse_ended(run)
@@ -237,26 +241,14 @@ class TrainerLink:
         row = connection.execute(sa.select(t.batches).where(c.run_id == run_id, c.k == k)).one_or_none()
         if row is None:
             return None
-        body = bytes(
-            connection.execute(
-                sa.select(t.batch_bodies.c.body).where(
-                    t.batch_bodies.c.run_id == run_id, t.batch_bodies.c.k == k
-                )
-            ).scalar_one()
-        )
-        if sha256(body).hexdigest() != row.sha256:
-            raise TrainerError(
-                f"batch {k} in the database is damaged",
-                where=run_id,
-                mend="restore it from a backup",
-            )
         if row.fetched_at is None:
             connection.execute(
                 sa.update(t.batches)
                 .where(c.run_id == run_id, c.k == k)
                 .values(state="fetched", fetched_at=self._clock())
             )
-        return BatchBody(body=body, sha256=row.sha256)
+        digest: str = row.sha256
+        return digest
 
     async def metrics(self, run_id: str, k: int, report: MetricsReport) -> None:
         """Store what the trainer says of step ``k``. Raises NotFound and Conflict (fenced off)."""
@@ -339,6 +331,15 @@ def _add_session(connection: Connection, run_id: str, **values: Any) -> int:
     fence = 1 + (newest or 0)
     connection.execute(sa.insert(t.trainer_sessions).values(run_id=run_id, fence=fence, **values))
     return fence
+
+
+def _body(connection: Connection, *, run_id: str, k: int, digest: str) -> bytes:
+    body = batch_bodies.read(connection, run_id, k)
+    if sha256(body).hexdigest() != digest:
+        raise TrainerError(
+            f"batch {k} in the database is damaged", where=run_id, mend="restore it from a backup"
+        )
+    return body
 
 
 def _mark_trained(connection: Connection, run_id: str, k: int, at: float) -> None:

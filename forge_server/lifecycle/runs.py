@@ -10,7 +10,7 @@ from forge_server.domain.states import RolloutState, RunState
 from forge_server.lifecycle import attempts, deadlines
 from forge_server.lifecycle.change import Change
 from forge_server.lifecycle.ending import cancel_rollout, end_attempt
-from forge_server.store import events, rows
+from forge_server.store import batch_bodies, events, rows
 from forge_server.store import tables as t
 from forge_server.store.rows import RolloutRow
 
@@ -194,7 +194,7 @@ def batch_assembled(change: Change, event: e.BatchAssembled) -> Refusal | None:
             "created_at": change.now,
         },
     )
-    change.connection.execute(sa.insert(t.batch_bodies), {"run_id": run.id, "k": event.k, "body": event.body})
+    batch_bodies.write(change.connection, run.id, event.k, event.body)
     change.connection.execute(
         sa.update(t.groups)
         .where(t.groups.c.id.in_(event.group_ids), t.groups.c.batch_k.is_(None))

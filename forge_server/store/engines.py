@@ -3,6 +3,8 @@
 SQLite: WAL with synchronous=FULL, so that a commit survives power loss; writers begin IMMEDIATE, since a
 deferred transaction that reads first and writes later fails with SQLITE_BUSY_SNAPSHOT whatever the busy
 timeout.
+
+Errors do not show the parameters of their statements: those may be a batch, or what somebody said to a model.
 """
 
 from pathlib import Path
@@ -47,7 +49,10 @@ def writer(url: sa.URL) -> sa.Engine:
     if sqlite_file(url) is None:
         return _postgres(url, poolclass=sa.NullPool)
     engine = sa.create_engine(
-        url, poolclass=sa.NullPool, connect_args={"isolation_level": None, "check_same_thread": False}
+        url,
+        poolclass=sa.NullPool,
+        hide_parameters=True,
+        connect_args={"isolation_level": None, "check_same_thread": False},
     )
     sa.event.listen(engine, "connect", _writer_pragmas)
     sa.event.listen(engine, "begin", _begin_immediate)
@@ -63,6 +68,7 @@ def reader(url: sa.URL, connections: int) -> sa.Engine:
         url,
         pool_size=connections,
         max_overflow=0,
+        hide_parameters=True,
         connect_args={"isolation_level": None, "check_same_thread": False},
     )
     sa.event.listen(engine, "connect", _reader_pragmas)
@@ -72,7 +78,7 @@ def reader(url: sa.URL, connections: int) -> sa.Engine:
 
 def _postgres(url: sa.URL, **options: Any) -> sa.Engine:
     try:
-        return sa.create_engine(url, **options)
+        return sa.create_engine(url, hide_parameters=True, **options)
     except ModuleNotFoundError as error:
         raise StoreError(
             f"the driver of Postgres is missing ({error.name})",

@@ -315,13 +315,14 @@ batches = sa.Table(
     sa.PrimaryKeyConstraint("run_id", "k"),
 )
 
-batch_bodies = sa.Table(
-    "batch_bodies",
+batch_parts = sa.Table(
+    "batch_parts",
     metadata,
     sa.Column("run_id", sa.String(64), nullable=False),
     sa.Column("k", sa.Integer, nullable=False),
-    sa.Column("body", sa.LargeBinary, nullable=False),  # safetensors
-    sa.PrimaryKeyConstraint("run_id", "k"),
+    sa.Column("part", sa.Integer, nullable=False),
+    sa.Column("body", sa.LargeBinary, nullable=False),  # a part of the safetensors
+    sa.PrimaryKeyConstraint("run_id", "k", "part"),
 )
 
 step_metrics = sa.Table(
