@@ -57,6 +57,12 @@ TABLE = [
     ),
     ("it gave up", ended(finish=Finish(runner_error="x")), POLICY, Kind.RUNNER_LOST),
     ("the engine was the end of it", ended(calls=ENGINE), INFRA, Kind.ENGINE_ERROR),
+    (
+        "one of two choices failed",
+        ended(calls=(*ENGINE, CallFact(2, CallEnd.OK, "withheld", 503)), reward=0.0),
+        INFRA,
+        Kind.ENGINE_ERROR,
+    ),
     ("though it exited 0", ended(calls=ENGINE, finish=GOOD, reward=0.0), INFRA, Kind.ENGINE_ERROR),
     (
         "and though its time ran out",

@@ -165,12 +165,15 @@ def _engine_blame(facts: Facts) -> tuple[Outcome, Kind] | None:
     after it.
 
     A budget that was used up before comes first: what is asked beyond it is not owed an answer. Calls
-    that the harness hung up on, or that the sealing cut short, say nothing about the engine.
+    that the harness hung up on, or that the sealing cut short, say nothing about the engine; nor do choices
+    that were withheld because another one of their request had failed.
     """
     if facts.stop_reason in POLICY_STOPS and facts.stop_reason != Kind.AGENT_TIMEOUT:
         return None
     last = _last(
-        call for call in facts.calls if call.end not in (None, CallEnd.CLIENT_GONE) and call.status != 409
+        call
+        for call in facts.calls
+        if call.end not in (None, CallEnd.CLIENT_GONE) and call.status != 409 and not _withheld(call)
     )
     if last is None:
         return None
@@ -181,6 +184,11 @@ def _engine_blame(facts: Facts) -> tuple[Outcome, Kind] | None:
     if last.end is CallEnd.UPSTREAM_ERROR or (last.end is CallEnd.REJECTED and (last.status or 0) >= 500):
         return Outcome.INFRA_FAILURE, Kind.ENGINE_ERROR
     return None
+
+
+def _withheld(call: CallFact) -> bool:
+    failed = call.status is not None and call.status >= 500
+    return call.end is CallEnd.OK and failed and not call.error.startswith(RECORD_ERROR)
 
 
 def _last(calls: Iterable[CallFact]) -> CallFact | None:
