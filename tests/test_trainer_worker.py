@@ -318,6 +318,28 @@ def test_sent_back_it_replays_and_keeps_what_differs_apart(
     ]
 
 
+def test_a_replay_that_comes_out_the_same_does_not_keep_damaged_weights(
+    trainer: Trainer, cohort: Cohort, uninterrupted: Uninterrupted, serve: Callable[..., FakeServer]
+) -> None:
+    server = serve(cohort.batches())
+    folder = Path(server.session["checkpoint_dir"])
+    shutil.copytree(uninterrupted.folder, folder)
+    file = folder / "step_00003" / "huggingface" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    server.send_back_to = 3
+    server.acknowledge = False
+    done = trainer.work(server)
+    assert done.returncode == 0, done.stderr
+
+    report = server.checkpoints[-1]
+    assert Path(report["path"]).name == "step_00003_r2"
+    assert report["manifest_sha256"] == uninterrupted.server.checkpoints[2]["manifest_sha256"]
+    done = trainer.run("-m", "forge_server.trainer.manifest", "verify", report["path"])
+    assert done.returncode == 0, done.stderr
+
+
 def test_i11_how_a_rollout_is_cut_changes_no_gradient(
     trainer: Trainer, cohort: Cohort, serve: Callable[..., FakeServer]
 ) -> None:

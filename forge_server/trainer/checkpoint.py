@@ -6,8 +6,9 @@
     step_00012/metrics.json   what was reported for this step, to be reported again after a crash
 
 A folder is filled under a hidden name, synced, then renamed: whoever sees the final name sees all of it. A
-replay that comes out with the same manifest keeps the folder that is there; one that differs takes the next
-free name (``step_00012_r2``), since the old bytes may be what the engine serves (I8).
+replay that comes out with the same manifest keeps the folder that is there; one that differs, or finds that
+folder damaged, takes the next free name (``step_00012_r2``), since the old bytes may be what the engine
+serves (I8).
 """
 
 import json
@@ -156,10 +157,10 @@ def _arrange(unfinished: Path, *, export: bool, state: bool) -> None:
 
 
 def _settle(unfinished: Path, folder: Path, step: int) -> Checkpoint:
-    """Publish the folder under its step's name, or give it up for an equal one that is there already."""
+    """Publish the folder under its step's name, or give it up for an equal and sound one that is there already."""
     last = next((c for c in reversed(complete(folder)) if c.step == step), None)
     sha256 = manifest.digest(unfinished)
-    if last is None or sha256 is None or last.manifest_sha256 != sha256:
+    if last is None or sha256 is None or last.manifest_sha256 != sha256 or not _sound(last.path):
         replay = last.replay + 1 if last is not None else 1
         final = folder / (f"step_{step:05d}" if replay == 1 else f"step_{step:05d}_r{replay}")
         publish(unfinished, final)
@@ -168,6 +169,15 @@ def _settle(unfinished: Path, folder: Path, step: int) -> Checkpoint:
         publish(unfinished / STATE, last.path / STATE)
     shutil.rmtree(unfinished)
     return last
+
+
+def _sound(path: Path) -> bool:
+    """Whether the weights are still those of the manifest: they may be why the step is replayed."""
+    try:
+        manifest.verify(path)
+    except (CheckpointInvalid, OSError):
+        return False
+    return True
 
 
 def publish(unfinished: Path, final: Path) -> None:
