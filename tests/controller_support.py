@@ -334,7 +334,14 @@ class DyingStore(Store):
 class World:
     """One life of the server on the database at ``url``."""
 
-    def __init__(self, store: DyingStore, folder: Path, weights: FakeWeights, reward: Reward) -> None:
+    def __init__(
+        self,
+        store: DyingStore,
+        folder: Path,
+        weights: FakeWeights,
+        reward: Reward,
+        overrides: tuple[str, ...],
+    ) -> None:
         self.store, self.folder, self.weights = store, folder, weights
         self.lifecycle = Lifecycle(store)
         self.bells = Bells()
@@ -347,7 +354,7 @@ class World:
             self.lifecycle,
             self.bells,
             lambda run_id: folder / run_id / "checkpoints",
-            overrides=("a=1",),
+            overrides=overrides,
         )
         self.swapper = Swapper(self.policies, self.lifecycle, weights, self.gate, drain_s=5.0)
         self.evaluation = Evaluation(store, self.cohorts)
@@ -436,12 +443,13 @@ async def world(
     *,
     drive: bool = True,
     writes: int | None = None,
+    overrides: tuple[str, ...] = ("a=1",),
 ) -> AsyncIterator[World]:
     """One life of a server. With ``writes`` the database takes that many more, and then never answers again:
     what a kill leaves behind.
     """
     store = DyingStore.open(url, create=True)
-    w = World(store, folder, weights or FakeWeights(), reward)
+    w = World(store, folder, weights or FakeWeights(), reward, overrides)
     w.secret = (await instance.load(store)).secret
     routes = trainer_routes(w.link, lambda key: keys.verify(w.secret, key))
     app = Litestar([Router("/api/v1", route_handlers=routes)], exception_handlers=HANDLERS)

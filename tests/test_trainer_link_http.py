@@ -68,6 +68,32 @@ async def test_a_session_tells_all_that_a_trainer_needs(database_url: str, tmp_p
         assert session.checkpoint_dir == str(tmp_path / run_id / "checkpoints")
 
 
+async def test_the_servers_overrides_stay_what_the_run_has_trained_with(
+    database_url: str, tmp_path: Path
+) -> None:
+    async with world(database_url, tmp_path, overrides=("a=0",)) as w:
+        run_id = await _ready(w)
+        await w.trainer(run_id).open()
+    async with world(database_url, tmp_path) as w:
+        trainer = w.trainer(run_id)
+        session = await trainer.open()  # nothing is trained yet, so a wrong one may be mended
+        assert session.overrides == ["a=1"]
+        await trainer.report(1, *write_checkpoint(Path(session.checkpoint_dir), run_id, 1))
+    async with world(database_url, tmp_path, overrides=("a=1", "lr=2")) as w:
+        with pytest.raises(LinkFailed, match="remove it"):
+            await w.trainer(run_id).open(resume_step=1)
+    async with world(database_url, tmp_path, overrides=("a=2",)) as w:
+        row = await w.reached(run_id, "paused")
+        assert "another value of lr; remove it" in row.reason
+        await w.runs.resume(run_id)
+        with pytest.raises(LinkFailed, match="another value of a; restore '1'"):
+            await w.trainer(run_id).open()
+        assert "another value of a" in (await w.reached(run_id, "paused")).reason
+    async with world(database_url, tmp_path, overrides=("+a=1",)) as w:
+        await w.runs.resume(run_id)
+        assert (await w.trainer(run_id).open(resume_step=1)).next_batch == 2
+
+
 async def test_a_number_that_the_database_cannot_hold_is_the_requests_fault(
     database_url: str, tmp_path: Path
 ) -> None:

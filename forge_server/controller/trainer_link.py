@@ -3,12 +3,14 @@ repeated.
 
 A session is a fencing token: opening one ends every older one, whose holder gets Conflict from then on
 and exits. The lease only tells the launcher that a trainer is gone; it never lets two trainers in.
+Once a run has trained, the server's own overrides are as fixed as the run's: the optimiser's state keeps
+some of them (its learning rate) and takes others (clipping, loss) anew.
 Invariant I8: batch k is one stored body, sent as often as it is asked for.
 """
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from hashlib import sha256
 from hmac import compare_digest
@@ -23,8 +25,8 @@ from forge_server.controller.bell import Bells, listen
 from forge_server.controller.policies import add_exported, versions_in
 from forge_server.controller.ports import Events
 from forge_server.domain import policy
-from forge_server.domain.errors import Conflict, Gone, NotFound, TrainerError
-from forge_server.domain.events import Noted
+from forge_server.domain.errors import ConfigError, Conflict, Gone, NotFound, TrainerError
+from forge_server.domain.events import Noted, RunPaused
 from forge_server.domain.run import RunSettings
 from forge_server.domain.states import RunState
 from forge_server.store import batch_bodies
@@ -128,7 +130,7 @@ class TrainerLink:
 
     async def open_session(self, run_id: str, request: SessionRequest) -> SessionReply:
         """Fence off every older session. Raises NotFound, Gone (the run has ended), Conflict,
-        TrainerError."""
+        TrainerError, ConfigError (trained with other overrides; the run is paused)."""
         token, now = secrets.token_hex(24), self._clock()
 
         def write(connection: Connection) -> tuple[int, Any, int, str, int]:
@@ -139,6 +141,7 @@ class TrainerLink:
             base = next((v for v in versions if v.version == run.base_version), None)
             if base is None:
                 raise TrainerError("the run has no initial weights yet", where=run_id, mend="retry")
+            _refuse_changed(connection, run_id, self._overrides)
             fence = _add_session(
                 connection,
                 run_id,
@@ -148,13 +151,18 @@ class TrainerLink:
                 phase="start",
                 lease_until=now + self._lease_s,
                 created_at=now,
+                overrides=list(self._overrides),
             )
             serving = policy.live(versions)
             live_version = serving.version if serving is not None else -1
             resume = policy.resume_step(versions, run_id, min(request.resume_step, run.step))
             return fence, run, live_version, base.path, resume
 
-        fence, run, live_version, model_path, resume = await self._store.write(write)
+        try:
+            fence, run, live_version, model_path, resume = await self._store.write(write)
+        except ConfigError as error:
+            await self._events.apply(RunPaused(run_id=run_id, reason=str(error)))
+            raise
         self._bells.ring(run_id)
         settings = _settings(run)
         return SessionReply(
@@ -340,6 +348,30 @@ def _body(connection: Connection, *, run_id: str, k: int, digest: str) -> bytes:
             f"batch {k} in the database is damaged", where=run_id, mend="restore it from a backup"
         )
     return body
+
+
+def _refuse_changed(connection: Connection, run_id: str, overrides: Sequence[str]) -> None:
+    """Raise ConfigError when the run has trained with others. Until then they may be mended."""
+    b, c = t.batches.c, t.trainer_sessions.c
+    trained = sa.select(b.k).where(b.run_id == run_id, b.trained_at.is_not(None)).limit(1)
+    had = sa.select(c.overrides).where(c.run_id == run_id, c.overrides.is_not(sa.null()))
+    row = connection.execute(had.order_by(c.fence.desc()).limit(1)).one_or_none()
+    if row is None or connection.execute(trained).first() is None:
+        return
+    before, now = _by_key(row.overrides), _by_key(overrides)
+    key = next((key for key in before | now if before.get(key) != now.get(key)), None)
+    if key is not None:
+        mend = f"restore {before[key]!r}" if key in before else "remove it"
+        raise ConfigError(
+            f"the run has trained with another value of {key}",
+            where="[trainer] overrides",
+            mend=f"{mend} and resume the run, or give a new run the changed one",
+        )
+
+
+def _by_key(overrides: Sequence[str]) -> dict[str, str]:
+    """The value that each key is given in the end."""
+    return {key.lstrip("+"): value for key, _, value in (text.partition("=") for text in overrides)}
 
 
 def _mark_trained(connection: Connection, run_id: str, k: int, at: float) -> None:

@@ -347,6 +347,7 @@ trainer_sessions = sa.Table(
     sa.Column("phase", sa.String(16), nullable=False, server_default=""),
     sa.Column("lease_until", sa.Double, nullable=False),
     sa.Column("created_at", sa.Double, nullable=False),
+    sa.Column("overrides", sa.JSON),  # the server's own, before the run's; NULL: no trainer had it
     sa.PrimaryKeyConstraint("run_id", "fence"),
 )
 
