@@ -5,6 +5,7 @@ import socket
 import threading
 import tracemalloc
 
+import httptools
 import pytest
 
 from forge_server.runner import relay as relay_module
@@ -226,6 +227,64 @@ def test_every_inference_route_passes(door, upstream, path):
     assert read(reader)[0] == b"200"
 
 
+@pytest.mark.parametrize(
+    ("start", "status"),
+    [
+        (b"CONNECT /v1/x HTTP/1.1", b"405"),
+        (b"PUT /v1/x HTTP/1.1", b"405"),
+        (b"get /v1/x HTTP/1.1", b"405"),
+        (b"PRI /v1/x HTTP/2.0", b"405"),
+        (b"POST /v1/x HTTP/2.0", b"505"),
+        (b"POST /v1/x HTTP/0.9", b"505"),
+    ],
+)
+def test_what_a_proxy_may_read_otherwise_does_not_pass(door, upstream, start, status):
+    sock, reader = door()
+    sock.sendall(start + b"\r\nContent-Length: 2\r\n\r\n{}")
+    assert read(reader)[0] == status
+    assert upstream.requests == []
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        b"Upgrade: websocket\r\nConnection: upgrade\r\n",
+        b"Upgrade: h2c\r\nConnection: keep-alive, Upgrade, HTTP2-Settings\r\nHTTP2-Settings: x\r\n",
+        b"Upgrade: h2c\r\nProxy-Connection: upgrade\r\n",
+        b"Content-Length: 0\r\n",
+        b"Keep-Alive: 1\r\nTE: chunked\r\nTrailer: content-length\r\n",
+    ],
+)
+def test_the_body_stays_a_body_to_the_proxys_parser(door, upstream, extra):
+    """Nothing makes the proxy take what follows a head for something else than this request's body."""
+    body = b"GET /v1/models HTTP/1.1\r\n\r\n"
+    seen = []
+
+    def behave(connection, reader):
+        upstream.take(reader)
+        connection.sendall(ANSWER)
+
+    upstream.serve(behave)
+    sock, reader = door()
+    # our own length first: which of two counts is the relay's affair, the proxy sees one
+    sock.sendall(b"POST /v1/responses HTTP/1.1\r\nContent-Length: %d\r\n%s\r\n%s" % (len(body), extra, body))
+    assert read(reader)[0] == b"200"
+    ((start, headers, got),) = upstream.requests
+
+    class Parsed:
+        def on_body(self, data):
+            seen.append(data)
+
+        def on_message_complete(self):
+            seen.append(None)
+
+    parser = httptools.HttpRequestParser(Parsed())
+    lines = [start, *(name + b": " + value for name, value in headers.items())]
+    parser.feed_data(b"\r\n".join(lines) + b"\r\n\r\n" + got)
+    assert seen == [body, None] and not parser.should_upgrade()
+    assert (b"upgrade" in headers) == (b"Upgrade" in extra)  # the proxy answers it with 426
+
+
 def test_a_body_beyond_all_measure_is_refused(door, upstream, monkeypatch):
     monkeypatch.setattr(relay_module, "BODY_LIMIT", 1000)
     sock, reader = door()
@@ -266,6 +325,7 @@ def test_small_chunks_take_no_more_room_than_they_hold():
         b"POST\r\n\r\n",
         b"GET / HTTP/1.1\r\nno colon\r\n\r\n",
         b"GET /v1/models HTTP/1.1\r\nA: b\nX-Forge-Relay-Read: 1\r\n\r\n",
+        b"GET /v1/models\rX-Forge-Relay-Read: 1 HTTP/1.1\r\n\r\n",
     ],
 )
 def test_what_is_not_http_ends_the_connection(door, raw):

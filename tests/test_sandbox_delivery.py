@@ -90,3 +90,36 @@ async def test_i3_what_a_killed_harness_left_unread_is_not_trained(
         query = sa.select(t.calls.c.end, t.calls.c.delivered, t.calls.c.untrainable).order_by(t.calls.c.seq)
         found = await it.store.read(lambda c: [tuple(row) for row in c.execute(query)])
         assert found == [("ok", "yes", None), ("ok", "no", "not_delivered")]
+
+
+SMUGGLES = """
+import os, socket, struct, time
+address, _, path = os.environ["BASE"].removeprefix("http://").partition("/")
+host, port = address.split(":")
+def request(method, body, extra=""):
+    head = "%s /%s/v1/chat/completions HTTP/1.1\\r\\nAuthorization: Bearer %s\\r\\n%sContent-Length: %d\\r\\n\\r\\n"
+    return (head % (method, path, os.environ["KEY"], extra, len(body)) + body).encode()
+def send(data):
+    sock = socket.create_connection((host, int(port)))
+    sock.settimeout(20)
+    sock.sendall(data)
+    print(sock.recv(65536).split()[1].decode())
+    return sock
+send(request("POST", '{"messages": [{"role": "user", "content": "honest"}]}'))
+inner = request("POST", '{"messages": [{"role": "user", "content": "smuggled"}]}').decode()
+inner = "\\r\\n" * 500000 + inner  # a parser takes it up again with what it reads next
+kept = send(request("CONNECT", inner))
+also = send(request("POST", inner, "Upgrade: h2c\\r\\nProxy-Connection: upgrade\\r\\n"))
+time.sleep(1)
+"""
+
+
+async def test_no_call_hides_in_the_body_of_another(tmp_path: Path) -> None:
+    """Its answer would reach the harness without a word of the relay on its delivery."""
+    spec = script_spec(f"exec \"$PY\" -I -S - <<'END'\n{SMUGGLES}\nEND")
+    async with rig(tmp_path, specs={"script": spec}, through=proxied) as it:
+        await it.group(harness="script", max_attempts=1)
+        await it.ended()
+        assert (await it.log("harness")).split() == ["200", "405", "400"]
+        query = sa.select(sa.func.count()).where(t.calls.c.end == "ok")
+        assert await it.store.read(lambda c: c.execute(query).scalar_one()) == 1

@@ -3,8 +3,9 @@
 Requests go through unchanged, with the agent's own key; only ``X-Forge-Relay-Call`` is added. When the
 proxy is away (refused, reset, closed before any byte of the answer) the same request is sent again with the
 same call id for up to ``REDIAL_S``, so that a restart of the proxy is a short wait for the harness. An answer is
-passed on once it is there whole. Only inference routes pass: the runner's own lifecycle routes cannot be
-reached from the sandbox.
+passed on once it is there whole. Only inference routes pass, and only what the proxy reads as one request with a
+body: after a CONNECT, or an upgrade of the connection, it could take the body for requests of their own. So the
+runner's own lifecycle routes cannot be reached from the sandbox.
 
 To the proxy an answer that the relay took is not yet delivered: what the harness has read (``receipts``) is
 told with the next request, and in full when the harness is dead (I3).
@@ -29,6 +30,8 @@ CONNECTIONS = 256  # at a time; more wait in the backlog
 MARK = b"x-forge-relay-call"  # on requests: the same for every re-dial
 READ = b"x-forge-relay-read"  # on requests: calls whose answers the harness has read since
 CALL = b"x-forge-call"  # on answers: the call that was answered, or the calls
+_METHODS = (b"GET", b"HEAD", b"POST")
+_VERSIONS = (b"HTTP/1.0", b"HTTP/1.1")
 _NOT_PASSED = (
     MARK,
     READ,
@@ -36,6 +39,7 @@ _NOT_PASSED = (
     b"transfer-encoding",
     b"content-length",
     b"connection",
+    b"proxy-connection",  # which parsers take for the former
     b"keep-alive",
 )
 
@@ -109,6 +113,12 @@ class Relay:
         parts = start.split(b" ")
         if len(parts) != 3 or not self._is_inference(parts[1]):
             _answer(client, b"404 Not Found", "not_found_error", "only model requests pass here")
+            return False
+        if parts[0] not in _METHODS:
+            _answer(client, b"405 Method Not Allowed", "invalid_request_error", "use GET, HEAD or POST")
+            return False
+        if parts[2] not in _VERSIONS:
+            _answer(client, b"505 HTTP Version Not Supported", "invalid_request_error", "use HTTP/1.1")
             return False
         if wire.value_of(headers, b"expect"):
             client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")

@@ -63,7 +63,7 @@ class Reader:
         if not raw:
             return None
         start, *lines = raw[:-4].split(b"\r\n")
-        if b"\n" in start:
+        if b"\n" in start or b"\r" in start:
             raise Broken("malformed request line")
         headers = []
         for line in lines:
