@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import os
 import subprocess
 import tarfile
 from collections.abc import Callable
@@ -32,6 +33,11 @@ build_timeout_sec = 600.0
 cpus = 1
 memory = "2G"
 docker_image = "localhost/hello:1"
+workdir = ""
+env = {}
+mcp_servers = []
+healthcheck = {}
+os = "Linux"
 """
 
 
@@ -82,6 +88,19 @@ def test_a_harbor_folder_becomes_a_task(folder: Path) -> None:
     assert task.input.image == task.image == "localhost/hello:1"
 
 
+def test_a_stated_work_folder_goes_before_the_image_s(folder: Path) -> None:
+    (before,) = load.load(folder)
+    (folder / "task.toml").write_text(TOML.replace('workdir = ""', 'workdir = "/srv"'))
+    (task,) = load.load(folder)
+    assert (before.workdir, task.workdir) == ("/app", "/srv") and before.digest != task.digest
+
+
+@pytest.mark.parametrize("limit", ['memory = "0.5K"', "memory_mb = 0.5"])
+def test_a_small_limit_of_memory_is_not_none_at_all(folder: Path, limit: str) -> None:
+    (folder / "task.toml").write_text(f"[environment]\n{limit}\n")
+    assert load.load(folder)[0].memory_mb == 1
+
+
 def test_a_folder_of_folders_is_read_in_order(folder: Path) -> None:
     other = folder.parent / "again"
     other.mkdir()
@@ -116,6 +135,37 @@ MISTAKES: dict[str, tuple[Callable[[Path], None], str, str]] = {
         "container of its own",
         "work folder",
     ),
+    "relative workdir": (
+        spoil("task.toml", '[environment]\nworkdir = "app"\n'),
+        "workdir is 'app'",
+        "absolute",
+    ),
+    "bad workdir": (spoil("task.toml", "[environment]\nworkdir = 3\n"), "workdir is 3", "absolute"),
+    "variables": (spoil("task.toml", '[environment]\nenv = { A = "1" }\n'), "environment.env", "a file"),
+    "mcp": (spoil("task.toml", '[[environment.mcp_servers]]\nname = "x"\n'), "mcp_servers", "its spec"),
+    "health": (
+        spoil("task.toml", '[environment.healthcheck]\ncommand = "x"\n'),
+        "healthcheck",
+        "leave it out",
+    ),
+    "windows": (spoil("task.toml", '[environment]\nos = "windows"\n'), "os is 'windows'", "Linux only"),
+    "compose": (spoil("environment/docker-compose.yaml", "services: {}"), "docker-compose.yaml", "one image"),
+    "compose yml": (
+        spoil("environment/docker-compose.yml", "services: {}"),
+        "docker-compose.yml",
+        "one image",
+    ),
+    "endless": (spoil("task.toml", "[verifier]\ntimeout_sec = inf\n"), "timeout_sec is inf", "1,000,000,000"),
+    "no time": (spoil("task.toml", "[agent]\ntimeout_sec = nan\n"), "timeout_sec is nan", "above 0"),
+    "all memory": (spoil("task.toml", "[environment]\nmemory_mb = inf\n"), "memory_mb is inf", "above 0"),
+    "more memory": (
+        spoil("task.toml", f'[environment]\nmemory = "{"9" * 400}G"\n'),
+        "memory_mb is inf",
+        "1,000,000,000",
+    ),
+    "huge": (spoil("task.toml", f"[agent]\ntimeout_sec = {'9' * 400}\n"), "timeout_sec is 999", "at most"),
+    "no minimum": (spoil("task.toml", "[metadata]\nmin_reward = nan\n"), "min_reward is nan", "a number"),
+    "low minimum": (spoil("task.toml", "[metadata]\nmin_reward = -inf\n"), "min_reward is -inf", "a number"),
     "a link": (lambda p: (p / "tests/key").symlink_to("/etc/passwd"), "is a link", "the file itself"),
     "bad split": (spoil("task.toml", "[metadata]\nsplit = 3\n"), "metadata.split", "word"),
     "not text": (lambda p: (p / "instruction.md").write_bytes(b"\xff"), "cannot be read", "UTF-8"),
@@ -131,6 +181,22 @@ def test_a_wrong_folder_is_told_where_and_how_to_mend_it(folder: Path, mistake: 
     assert what in caught.value.what
     assert str(folder) in caught.value.where
     assert mend in caught.value.mend
+
+
+@pytest.mark.parametrize("place", [b"environment/caf\xe9", b"tests/caf\xe9/x"])
+def test_a_file_whose_name_is_not_utf_8_is_named(folder: Path, place: bytes) -> None:
+    file = os.path.join(os.fsencode(folder), place)
+    os.makedirs(os.path.dirname(file), exist_ok=True)
+    with open(file, "w"):
+        pass
+    with pytest.raises(TaskError, match="its name is not UTF-8") as caught:
+        load.load(folder)
+    assert caught.value.where.startswith(str(folder)) and caught.value.where.endswith(r"caf\xe9")
+    os.remove(file)
+    whole = os.path.join(os.fsencode(folder.parent), b"caf\xe9")
+    os.rename(folder, whole)
+    with pytest.raises(TaskError, match="its name is not UTF-8"):
+        load.load(folder.parent)
 
 
 def test_nothing_there_is_an_error(tmp_path: Path) -> None:
@@ -189,6 +255,11 @@ WRONG_LINES: dict[str, tuple[dict[str, Any], str]] = {
     "bad base64": ({"files": {"x": {"base64": "?"}}}, "not base64"),
     "no content": ({"files": {"x": {}}}, "text or base64"),
     "bad limit": ({"verify_s": 0}, "verify_s is 0"),
+    "endless": ({"agent_s": float("inf")}, "agent_s is inf"),
+    "no time": ({"verify_s": float("nan")}, "verify_s is nan"),
+    "more memory": ({"memory_mb": 10**30}, "memory_mb is 1e"),
+    "no minimum": ({"min_reward": float("nan")}, "min_reward is nan"),
+    "low minimum": ({"min_reward": -1e300}, "min_reward is -1e"),
     "relative workdir": ({"workdir": "app"}, "workdir"),
     "too large": ({"files": {"x": "a" * (33 << 20)}}, "33 MiB"),
 }

@@ -2,12 +2,15 @@
 
 import asyncio
 import itertools
+from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from test_tasks_load import line
+from test_tasks_load import folder, line  # noqa: F401
 
+from forge_server.client.schemas import TaskCreate
 from forge_server.domain.errors import TaskError
+from forge_server.services.task_import import TaskImport
 from forge_server.store import tables as t
 from forge_server.store.database import Store
 from forge_server.store.task_rows import TaskRows
@@ -51,6 +54,24 @@ async def test_registering_again_changes_nothing(database_url: str) -> None:
         assert [row["split"] for row in rows if row["name"] == "new"] == ["test"]
         for row in rows[:3]:
             assert load.from_row(row).digest == row["digest"]
+    finally:
+        store.close()
+
+
+async def test_a_folder_whose_numbers_are_none_is_told_so(folder: Path, database_url: str) -> None:  # noqa: F811
+    """Those of keys that are not ours are not ours to judge, and are kept as what JSON has for them."""
+    store = Store.open(database_url, create=True)
+    try:
+        register_path = TaskImport(store)
+        body = TaskCreate(taskset="set", path=str(folder))
+        (folder / "task.toml").write_text("[metadata]\nmin_reward = nan\n")
+        with pytest.raises(TaskError, match="min_reward is nan"):
+            await register_path(body)
+        (folder / "task.toml").write_text("[metadata]\nscore = nan\ncreated = 2026-01-02\n")
+        assert (await register_path(body)).created == 1
+        assert (await register_path(body)).unchanged == 1
+        kept = await store.read(lambda c: c.execute(sa.select(t.tasks.c.definition)).scalar_one())
+        assert kept == {"metadata": {"score": None, "created": "2026-01-02"}}
     finally:
         store.close()
 

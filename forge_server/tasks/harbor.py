@@ -2,8 +2,9 @@
 
     instruction.md          what the agent is told
     task.toml               limits: [agent] timeout_sec, [verifier] timeout_sec, [environment] memory_mb;
-                            [environment] docker_image: a built image of the environment
-    environment/            the files an attempt starts with; WORKDIR of the Dockerfile is the work folder
+                            [environment] docker_image: a built image of the environment; workdir
+    environment/            the files an attempt starts with; the work folder is WORKDIR of the Dockerfile, unless
+                            [environment] workdir names another
     tests/test.sh, …        the verifier; writes /logs/verifier/reward.txt or reward.json
     solution/solve.sh, …    optional: the gold solution
 
@@ -12,6 +13,7 @@ run or scored and that we cannot honour is an error. ``[metadata]`` may carry ou
 ``min_reward``.
 """
 
+import os
 import re
 import tomllib
 from pathlib import Path
@@ -19,13 +21,23 @@ from typing import Any
 
 from forge_server.domain.errors import TaskError
 from forge_server.harness.plan import WORKDIR, TaskFile
-from forge_server.tasks.task import Task, check
+from forge_server.tasks.task import LARGEST, Task, check
 
-_IMAGE_FILES = frozenset({"Dockerfile", ".dockerignore", "docker-compose.yaml", "docker-compose.yml"})
+_IMAGE_FILES = frozenset({"Dockerfile", ".dockerignore"})
+_COMPOSE_FILES = ("docker-compose.yaml", "docker-compose.yml")
 _JUNK = frozenset({"__pycache__", ".DS_Store", ".git"})
 _WORKDIR = re.compile(r"^\s*WORKDIR\s+[\"']?(/[^\s\"']*)", re.IGNORECASE | re.MULTILINE)
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])(?:i?B)?", re.IGNORECASE)
 _MIB = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024}
+# key of [environment] -> what it asks for, the mend
+_NOT_HAD = {
+    "env": ("environment variables", "harnesses get none: put the values into a file of environment/"),
+    "mcp_servers": ("MCP servers", "a harness has the tools that its spec gives it: leave them out"),
+    "healthcheck": (
+        "a health check",
+        "nothing is started before the harness: leave it out if nothing must be",
+    ),
+}
 
 
 def is_task(folder: Path) -> bool:
@@ -35,13 +47,24 @@ def is_task(folder: Path) -> bool:
 
 def read_folder(folder: Path) -> Task:
     """The task in ``folder``, named after it. Raises TaskError with the path and the mend."""
+    _named(folder.resolve())
     where = str(folder)
     settings = _settings(folder / "task.toml")
     _refuse(settings, where)
+    for file in _COMPOSE_FILES:
+        if (folder / "environment" / file).exists():
+            raise TaskError(
+                f"it has environment/{file}",
+                where=where,
+                mend="an attempt is one container: have one image give all it needs, and name it in docker_image",
+            )
     environment = settings.get("environment", {})
     metadata = settings.get("metadata", {})
     image = folder / "environment" / "Dockerfile"
     places = _WORKDIR.findall(_text(image)) if image.is_file() else []
+    workdir = environment.get("workdir") or (places[-1] if places else WORKDIR)
+    if not isinstance(workdir, str) or not workdir.startswith("/"):
+        raise TaskError(f"environment.workdir is {workdir!r}", where=where, mend="write an absolute path")
     split = metadata.get("split")
     if split is not None and not isinstance(split, str):
         raise TaskError(f"metadata.split is {split!r}", where=where, mend='write a word, such as "test"')
@@ -54,7 +77,7 @@ def read_folder(folder: Path) -> Task:
         definition=settings,
         split=split,
         path=str(folder.resolve()),
-        workdir=places[-1] if places else WORKDIR,
+        workdir=workdir,
         agent_s=_number(settings, "agent", "timeout_sec", where),
         verify_s=_number(settings, "verifier", "timeout_sec", where),
         memory_mb=_memory(environment, where),
@@ -102,6 +125,13 @@ def _refuse(settings: dict[str, Any], where: str) -> None:
             where=where,
             mend="only verifiers that run over the agent's work folder are supported",
         )
+    environment = settings.get("environment", {})
+    for key, (what, mend) in _NOT_HAD.items():
+        if environment.get(key):
+            raise TaskError(f"its environment wants {what} (environment.{key})", where=where, mend=mend)
+    system = environment.get("os") or "linux"
+    if str(system).lower() != "linux":
+        raise TaskError(f"environment.os is {system!r}", where=where, mend="attempts are made on Linux only")
 
 
 def _number(
@@ -110,9 +140,12 @@ def _number(
     value = settings.get(table, {}).get(key)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or (positive and value <= 0):
+    number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
+    if not number or (positive and value <= 0):
         kind = "a number above 0" if positive else "a number"
-        raise TaskError(f"{table}.{key} is {value!r}", where=where, mend=f"write {kind}")
+        raise TaskError(
+            f"{table}.{key} is {value!r}", where=where, mend=f"write {kind}, {LARGEST:,.0f} at most"
+        )
     return float(value)
 
 
@@ -124,9 +157,9 @@ def _memory(environment: dict[str, Any], where: str) -> int | None:
             raise TaskError(
                 f"environment.memory is {environment['memory']!r}", where=where, mend="write memory_mb = 2048"
             )
-        return int(float(match[1]) * _MIB[match[2].upper()])
+        environment = {"memory_mb": float(match[1]) * _MIB[match[2].upper()]}
     value = _number({"environment": environment}, "environment", "memory_mb", where)
-    return None if value is None else int(value)
+    return None if value is None else max(int(value), 1)  # 0 would be no limit
 
 
 def _image(environment: dict[str, Any], where: str) -> str:
@@ -136,6 +169,17 @@ def _image(environment: dict[str, Any], where: str) -> str:
             f"environment.docker_image is {image!r}", where=where, mend='write a name, such as "debian:12"'
         )
     return image
+
+
+def _named(file: Path) -> None:
+    try:
+        str(file).encode()
+    except UnicodeEncodeError:
+        raise TaskError(
+            "its name is not UTF-8",
+            where=os.fsencode(file).decode("utf-8", "backslashreplace"),
+            mend="rename it",
+        ) from None
 
 
 def _text(file: Path) -> str:
@@ -152,6 +196,7 @@ def _files(root: Path) -> tuple[TaskFile, ...]:
         relative = file.relative_to(root)
         if _JUNK.intersection(relative.parts) or file.suffix == ".pyc":
             continue
+        _named(file)
         if file.is_symlink():
             raise TaskError("it is a link", where=str(file), mend="put the file itself there")
         if not file.is_file():

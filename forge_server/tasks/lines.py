@@ -22,7 +22,7 @@ import msgspec
 
 from forge_server.domain.errors import TaskError
 from forge_server.harness.plan import WORKDIR, TaskFile
-from forge_server.tasks.task import SOLVE, TEST, Task, check
+from forge_server.tasks.task import LARGEST, SOLVE, TEST, Task, check
 
 _LIMIT = 65536  # bytes of an answer file that are looked at
 
@@ -96,8 +96,14 @@ def read_line(given: Any, where: str) -> Task:
         raise TaskError(str(error), where=where, mend="see `docs/tasks.md` for the keys of a line") from None
     for key in ("agent_s", "verify_s", "memory_mb"):
         value = getattr(line, key)
-        if value is not None and value <= 0:
-            raise TaskError(f"{key} is {value:g}", where=where, mend="write a number above 0")
+        if value is not None and not 0 < value <= LARGEST:
+            raise TaskError(
+                f"{key} is {value:g}", where=where, mend=f"write a number above 0, {LARGEST:,.0f} at most"
+            )
+    if not abs(line.min_reward) <= LARGEST:
+        raise TaskError(
+            f"min_reward is {line.min_reward:g}", where=where, mend=f"write a number, {LARGEST:,.0f} at most"
+        )
     if not line.workdir.startswith("/"):
         raise TaskError(f"workdir is {line.workdir!r}", where=where, mend="write an absolute path")
     tests, answer = _tests(line.verify, where)

@@ -19,6 +19,8 @@ TEST = "test.sh"
 SOLVE = "solve.sh"
 MAX_BYTES = 32 << 20
 """Files of a task, all together: they travel with every attempt."""
+LARGEST = 1e9
+"""Of a task's numbers: seconds, MiB, rewards. TOML has numbers that are none, and ones that nothing holds."""
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
