@@ -89,7 +89,8 @@ async def test_the_servers_overrides_stay_what_the_run_has_trained_with(
         with pytest.raises(LinkFailed, match="another value of a; restore '1'"):
             await w.trainer(run_id).open()
         assert "another value of a" in (await w.reached(run_id, "paused")).reason
-    async with world(database_url, tmp_path, overrides=("+a=1",)) as w:
+    roomier = ("+a=1", "actor.ppo_max_token_len_per_gpu=4096", "actor.fsdp_config.param_offload=true")
+    async with world(database_url, tmp_path, overrides=roomier) as w:
         await w.runs.resume(run_id)
         assert (await w.trainer(run_id).open(resume_step=1)).next_batch == 2
 

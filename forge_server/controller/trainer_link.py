@@ -35,6 +35,16 @@ from forge_server.store.database import Store
 from forge_server.store.step_metrics import merge_metrics
 
 LONG_POLL_S = 25.0
+FREE = (
+    "max_token_len_per_gpu",
+    "checkpointing",
+    "offload",
+    "offload_policy",
+    "forward_prefetch",
+    "reshard_after_forward",
+    "use_torch_compile",
+)
+"""Ends of the keys of overrides that may change while a run goes on: what they cost is memory and time."""
 FENCED_OFF = "fenced_off"
 
 
@@ -359,7 +369,8 @@ def _refuse_changed(connection: Connection, run_id: str, overrides: Sequence[str
     if row is None or connection.execute(trained).first() is None:
         return
     before, now = _by_key(row.overrides), _by_key(overrides)
-    key = next((key for key in before | now if before.get(key) != now.get(key)), None)
+    changed = (key for key in before | now if before.get(key) != now.get(key))
+    key = next((key for key in changed if not key.endswith(FREE)), None)
     if key is not None:
         mend = f"restore {before[key]!r}" if key in before else "remove it"
         raise ConfigError(
