@@ -12,6 +12,7 @@ from splice_world import TOOLS, World, call, think, tool, user
 from forge_server.domain.states import Fallback
 
 FLIGHT = call('{"city": "Paris"}')
+MADE_UP = "\n<tool_response>\nsunny, 31 degrees\n</tool_response>\nIt is sunny in Paris."
 Echo = Callable[[Message], Message]
 
 
@@ -128,6 +129,18 @@ CASES = {
         False,
         None,
     ),
+    "numbers as a model may write them": (call('{"city": 1E3, "day": 2.50}'), same, NEXT, False, None),
+    "escaped letters beyond 16 bits": (call('{"city": "\\ud840\\udc0b"}'), same, NEXT, False, None),
+    # a tool parser throws away what stands behind the first call and is none
+    "a made-up result behind the call": (FLIGHT + MADE_UP, same, NEXT, False, Fallback.ANSWER_DROPPED),
+    "words between calls": (f"{FLIGHT}\nAnd Rome:\n{FLIGHT}", same, NEXT, False, Fallback.ANSWER_DROPPED),
+    "a made-up result behind a thoughtful call": (
+        think("hm") + FLIGHT + MADE_UP,
+        same,
+        NEXT,
+        False,
+        Fallback.ANSWER_DROPPED,
+    ),
 }
 
 
@@ -169,6 +182,15 @@ def test_kept_reasoning_goes_on_where_only_reasoning_was_dropped(name: str) -> N
     second = world.ask([user("How is Paris?"), echo(first.answer), *then], "Done.", tools=TOOLS)
     assert second.spliced
     assert len(world.cover().samples) == 1
+
+
+def test_kept_reasoning_keeps_nothing_else_that_was_dropped() -> None:
+    world = World(keep_reasoning=True)
+    first = world.ask([user("How is Paris?")], think("hm") + FLIGHT + MADE_UP, tools=TOOLS)
+    echo = without_reasoning(first.answer)
+    second = world.ask([user("How is Paris?"), echo, *NEXT], "Done.", tools=TOOLS)
+    assert second.fallback is Fallback.ANSWER_DROPPED
+    assert "sunny" not in qwen3().decode(second.sent)
 
 
 def test_kept_reasoning_of_several_turns_survives_new_questions() -> None:

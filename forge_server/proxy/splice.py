@@ -22,7 +22,7 @@ from forge_server.domain.states import Delivery, Fallback
 from forge_server.domain.turn import Completion
 from forge_server.proxy.ports import CallPolicy, Engine
 from forge_server.proxy.recall import Said
-from forge_server.proxy.splice_align import Aligned, Place, Unspliceable, Written, align, says
+from forge_server.proxy.splice_align import Aligned, Place, Unspliceable, Written, align, covers, says
 from forge_server.proxy.splice_index import Answers, Asked, Prompt, Tip
 from forge_server.trajectory.forest import Forest, common_prefix
 
@@ -65,6 +65,10 @@ async def serve(engine: Engine, template: Template | None, ask: Ask) -> Served:
         raise Unspliceable(Fallback.END_UNKNOWN)
     near = ask.answers.prompt(tip)
     rendered = await _rendered(engine, ask, near)
+    if rendered.sampling.get("structured_outputs"):
+        raise Unspliceable(
+            Fallback.CONSTRAINED
+        )  # some of the engine's parsers do so with every call with tools
     if tip is None:
         prompt, text = rendered.ids, rendered.text
     else:
@@ -197,6 +201,9 @@ async def _permit(
             for reason, wanted in parts.items():
                 if not says(text, wanted):
                     raise Unspliceable(reason)
+            if answer.names and not covers(text, _kept(ask, await _spoken(engine, sampled))):
+                # the tool parser threw away what was sampled between the calls or behind them
+                raise Unspliceable(Fallback.ANSWER_DROPPED)
         answer.proven.append(written.ids.copy())
 
 
@@ -225,6 +232,12 @@ def _parts(answer: Tip, ask: Ask) -> dict[Fallback, tuple[str, ...]]:
     if _THINK_END in answer.said:  # an engine without a reasoning parser
         return {Fallback.REASONING_DROPPED: (answer.thought, answer.said), Fallback.ANSWER_DROPPED: names}
     return {Fallback.REASONING_DROPPED: (answer.thought,), Fallback.ANSWER_DROPPED: (answer.said, *names)}
+
+
+def _kept(ask: Ask, sampled: str) -> str:
+    """What of a sampled text has to stand in the rendered prompt."""
+    _, thought, rest = sampled.partition(_THINK_END)
+    return rest if thought and ask.policy.keep_reasoning else sampled
 
 
 async def _spoken(engine: Engine, ids: Ids) -> str:

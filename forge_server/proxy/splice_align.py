@@ -6,6 +6,8 @@ construction every context of S must stand in R token by token, so the spliced p
 inside answers that the policy itself gave. What may differ there is decided by ``splice``, which gets the places.
 """
 
+import re
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -15,6 +17,10 @@ from forge_server.domain.call import Ids
 from forge_server.domain.engine import Template
 from forge_server.domain.states import Fallback
 from forge_server.trajectory.forest import common_prefix
+
+_ESCAPES = re.compile(r"(?:\\u[0-9a-fA-F]{4})+")
+_NUMBER = re.compile(r"\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
+_THINK_TAG = re.compile(r"</?think>")
 
 
 class Unspliceable(Exception):
@@ -117,3 +123,27 @@ def says(text: str, parts: Sequence[str]) -> bool:
     """Whether ``text`` has each of the ``parts`` in it; white space, which templates trim, makes no difference."""
     whole = "".join(text.split())
     return all("".join(part.split()) in whole for part in parts)
+
+
+def covers(text: str, sampled: str) -> bool:
+    """Whether ``text`` has all letters and digits of ``sampled``. In what order makes no difference, nor how JSON
+    writes a character or a number; the tags of a think block do not count, which templates leave out when it is
+    empty."""
+    return not _letters(_THINK_TAG.sub("", sampled)) - _letters(text)
+
+
+def _letters(text: str) -> Counter[str]:
+    plain = _NUMBER.sub(lambda found: _number(found[0]), _ESCAPES.sub(lambda found: _escaped(found[0]), text))
+    return Counter(filter(str.isalnum, plain.casefold()))
+
+
+def _escaped(escapes: str) -> str:
+    """The characters that ``\\uXXXX`` stand for; two that are halves are one."""
+    return bytes.fromhex(escapes.replace("\\u", "")).decode("utf-16-be", "replace")
+
+
+def _number(digits: str) -> str:
+    if digits.isdecimal():
+        return digits
+    value = float(digits)
+    return str(int(value)) if value.is_integer() else str(value)
