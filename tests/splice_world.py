@@ -42,8 +42,8 @@ TOOLS: list[Message] = [
 
 class Engine:
     """``says``: the output of the next generations, as text or ids; ``cut``: they end without an end of turn;
-    ``aborts``: so many of them a weight update ends. ``write``: the chat template, ``end``: the token that the
-    model ends its turn with."""
+    ``aborts``: so many of them a weight update ends. ``sampling``: the parameters that render tells. ``write``: the
+    chat template, ``end``: the token that the model ends its turn with."""
 
     template: Template | None = TEMPLATE
 
@@ -57,6 +57,7 @@ class Engine:
         self.write: Callable[[list[Message], list[Message] | None], str] = qwen3().render
         self.end = TEMPLATE.closing
         self.window = 100_000
+        self.sampling: dict[str, Any] = {}
 
     def prompt(self, body: dict[str, Any]) -> list[int]:
         messages = [msgspec.json.decode(m) for m in body["messages"]]
@@ -104,7 +105,7 @@ class Engine:
     ) -> Rendered:
         self._enter("render")
         ids = self.prompt(body)
-        return Rendered(np.array(ids, np.int32), ",".join(map(str, ids)).encode(), {})
+        return Rendered(np.array(ids, np.int32), ",".join(map(str, ids)).encode(), self.sampling)
 
     async def generate(
         self, prompt: bytes, rendered: Rendered, max_tokens: int, *, request_id: str, affinity: str

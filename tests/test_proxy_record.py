@@ -261,6 +261,7 @@ async def test_the_seed_and_the_plain_distribution_are_pinned(proxy: Rig) -> Non
 
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}, "strict": True}}
+FREE_TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 
 
 @pytest.mark.parametrize(
@@ -269,6 +270,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {}, "strict"
         {"response_format": {"type": "json_object"}},
         {"tools": [TOOL], "tool_choice": "required"},
         {"tools": [TOOL]},
+        {"tools": [FREE_TOOL], "parallel_tool_calls": False},
     ],
 )
 @pytest.mark.parametrize(
@@ -294,7 +296,25 @@ async def test_grammars_are_lifted_in_training_or_flagged(
         if "tool_choice" in constraint:
             assert body["tool_choice"] == ("auto" if lifted else "required")
         if "tools" in constraint:
-            assert (b"strict" in msgspec.json.encode(body["tools"])) != lifted
+            strict = constraint["tools"] == [TOOL]
+            assert (b"strict" in msgspec.json.encode(body["tools"])) == (strict and not lifted)
+        assert ("parallel_tool_calls" in body) == ("parallel_tool_calls" in constraint and not lifted)
+
+
+@pytest.mark.parametrize(
+    "free",
+    [
+        {"parallel_tool_calls": False},
+        {"tools": [FREE_TOOL], "parallel_tool_calls": True},
+        {"tools": [FREE_TOOL], "parallel_tool_calls": False, "tool_choice": "none"},
+    ],
+)
+async def test_what_makes_no_grammar_passes(database_url: str, free: dict[str, Any]) -> None:
+    async with rig(database_url) as proxy:
+        async with proxy.client() as client:
+            assert (await proxy.ask(client, hello(**free))).status_code == 200
+        (row,) = await proxy.rows()
+        assert (row.untrainable, row.flags) == (None, None)
 
 
 async def test_evaluation_calls_are_not_trainable(database_url: str) -> None:

@@ -131,6 +131,15 @@ async def test_the_run_can_ask_for_record(tmp_path: Any) -> None:
         assert await samples(proxy) == 2
 
 
+async def test_a_grammar_that_only_the_engine_knows_of_is_told_by_render(proxy: Rig) -> None:
+    """Some tool parsers sample every call with tools under one."""
+    engine(proxy).sampling = {"structured_outputs": {"structural_tag": "{}"}}
+    async with proxy.client() as client:
+        assert (await Talk(proxy, client).ask(FLIGHT)).status_code == 200
+    [row] = await proxy.rows()
+    assert (row.mode, row.untrainable, row.flags) == ("record", "constrained", {"fallback": "constrained"})
+
+
 @pytest.mark.parametrize(("forwarding", "flags"), [("auto", None), ("splice", {"fallback": "not_offered"})])
 async def test_an_engine_that_takes_no_tokens(tmp_path: Any, forwarding: str, flags: Any) -> None:
     async with rig(f"sqlite:///{tmp_path}/forge.db", forwarding=forwarding) as proxy:

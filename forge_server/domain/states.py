@@ -97,7 +97,7 @@ class Fallback(StrEnum):
     reasons."""
 
     NOT_OFFERED = "not_offered"  # the engine has no render, generate and derender
-    CONSTRAINED = "constrained"  # a grammar is in force, which render does not hand on
+    CONSTRAINED = "constrained"  # a grammar is in force
     MEDIA = "media"  # there are images in the conversation
     FOREIGN_ANSWER = "foreign_answer"  # the last answer in the request was not sampled in this attempt
     EDITED_ANSWER = "edited_answer"  # the last answer is not what was sampled there

@@ -21,7 +21,7 @@ from forge_server.domain.errors import StoreError
 from forge_server.domain.ids import CallIds
 from forge_server.domain.media import Media
 from forge_server.domain.outcome import Kind
-from forge_server.domain.states import CallEnd, Delivery
+from forge_server.domain.states import CallEnd, Delivery, Fallback
 from forge_server.domain.turn import Turn, as_message, from_message
 from forge_server.proxy import record, rules, sampling, splice
 from forge_server.proxy.dialects.base import Refusal
@@ -243,7 +243,7 @@ class Calls:
             result,
             policy,
             label=flight.label,
-            constrained=pinned.constrained,
+            constrained=pinned.constrained or passage.flags.get("fallback") == Fallback.CONSTRAINED,
             mixed=passage.mixed,
             versions=passage.versions,
             media=media,

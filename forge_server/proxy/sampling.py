@@ -2,8 +2,8 @@
 
 Training needs the plain distribution: temperature from the run, top_p 1, top_k -1, min_p 0, no penalties, no
 bias, and a seed of its own per call. What would constrain the sampling (``response_format``, a required tool,
-strict tools) is lifted in training, or passed on and the call flagged. Only parameters named here reach the
-engine.
+strict tools, one tool call at a time) is lifted in training, or passed on and the call flagged. Only parameters
+named here reach the engine.
 """
 
 import hashlib
@@ -62,7 +62,7 @@ def pin(turn: Turn, policy: CallPolicy, *, attempt_id: str, seq: int, tokens_lef
         choice = turn.tool_choice
         if choice is not None:
             body["tool_choice"] = "auto" if "tool_choice" in constraints and lift else choice
-        if turn.parallel_tool_calls is not None:
+        if turn.parallel_tool_calls is not None and not ("parallel_tool_calls" in constraints and lift):
             body["parallel_tool_calls"] = turn.parallel_tool_calls
     if "response_format" in constraints and not lift:
         body["response_format"] = turn.response_format
@@ -88,6 +88,8 @@ def _constraints(turn: Turn) -> list[str]:
         found.append("response_format")
     if turn.tools and turn.tool_choice not in (None, "auto", "none"):
         found.append("tool_choice")
+    if turn.tools and turn.parallel_tool_calls is False and turn.tool_choice != "none":
+        found.append("parallel_tool_calls")  # vLLM's grammar allows one call
     # vLLM compiles a grammar for a tool that says "strict": true, also under tool_choice auto
     if any(b'"strict"' in bytes(tool) and _strict(tool) for tool in turn.tools):
         found.append("strict")

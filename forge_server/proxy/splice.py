@@ -66,6 +66,8 @@ async def serve(engine: Engine, template: Template | None, ask: Ask) -> Served:
     near = ask.answers.prompt(tip)
     rendered = await _rendered(engine, ask, near)
     if rendered.sampling.get("structured_outputs"):
+        raise Unspliceable(Fallback.CONSTRAINED)  # some of the engine's parsers do so with every call with tools
+    if rendered.sampling.get("structured_outputs"):
         raise Unspliceable(
             Fallback.CONSTRAINED
         )  # some of the engine's parsers do so with every call with tools
