@@ -5,6 +5,7 @@ The program is a stand-in that listens like vLLM, starts a worker in its session
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +20,15 @@ from engine_fake import until
 from forge_server.domain.errors import EngineError
 from forge_server.engine import process
 from forge_server.engine.checkpoint import Policy
-from forge_server.engine.managed import ManagedHost, ManagedSpec, Record, command, environment
+from forge_server.engine.managed import (
+    GRAMMAR_PARSERS,
+    ManagedHost,
+    ManagedSpec,
+    Record,
+    command,
+    environment,
+    variables,
+)
 
 STAND_IN = f"""#!{sys.executable}
 import http.server, os, signal, subprocess, sys
@@ -107,6 +116,26 @@ def test_the_engine_never_sees_our_keys(spec: ManagedSpec, monkeypatch: pytest.M
     found = environment(msgspec.structs.replace(spec, env={"OMP_NUM_THREADS": "3"}))
     assert "secret" not in found.values() and found["PYTHONPATH"] == str(spec.staged)
     assert found["OMP_NUM_THREADS"] == "3" and found["TORCH_COMPILE_DISABLE"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("parser", "free"), [("", False), ("hermes", False), ("glm45", True), ("glm47", True)]
+)
+def test_no_tool_parser_samples_under_a_grammar_of_its_own(
+    spec: ManagedSpec, parser: str, free: bool
+) -> None:
+    found = variables(msgspec.structs.replace(spec, tool_call_parser=parser))
+    assert found.get("VLLM_ENFORCE_STRICT_TOOL_CALLING") == ("0" if free else None)
+
+
+@pytest.mark.vllm
+def test_the_tool_parsers_with_a_grammar_of_their_own_are_known(engine_env: Path) -> None:
+    """As vLLM's sources have it: a default level there is what puts plain calls under a grammar."""
+    [package] = engine_env.glob("lib/python*/site-packages/vllm/tool_parsers")
+    files = [file.stem for file in package.glob("*.py") if "default_tool_strict_level =" in file.read_text()]
+    table = (package / "__init__.py").read_text()
+    named = re.findall(r'"([^"]+)": \(\s*"([^"]+)"', table)
+    assert {name for name, file in named if file in files} == GRAMMAR_PARSERS
 
 
 async def test_it_starts_and_ends_with_all_it_started(

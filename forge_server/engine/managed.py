@@ -28,6 +28,9 @@ from forge_server.engine.hosts import Address
 PROGRAM = "vllm.entrypoints.openai.api_server"
 EXTENSION = "forge_server.engine_ext.worker.ForgeWorkerExtension"
 
+GRAMMAR_PARSERS = frozenset({"glm45", "glm47"})
+"""vLLM's tool parsers that put every call with tools under a grammar, also where no request asks for one."""
+
 
 class ManagedSpec(msgspec.Struct, frozen=True, kw_only=True):
     """How to start vLLM. ``python`` is the engine environment's interpreter, ``staged`` the folder with
@@ -94,6 +97,8 @@ def variables(spec: ManagedSpec) -> dict[str, str]:
     if spec.cpu:
         # without the first the first request with logprobs compiles for half a minute
         fixed |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    if spec.tool_call_parser in GRAMMAR_PARSERS:
+        fixed["VLLM_ENFORCE_STRICT_TOOL_CALLING"] = "0"
     return fixed | spec.env
 
 
@@ -234,7 +239,7 @@ class ManagedHost:
         """Of everything that makes one engine another, apart from model and port."""
         extension = self._spec.staged / Path(*EXTENSION.split(".")[:-1]).with_suffix(".py")
         code = extension.read_text() if extension.exists() else ""
-        parts = (command(self._spec, Path("MODEL"), 0), sorted(self._spec.env.items()), code)
+        parts = (command(self._spec, Path("MODEL"), 0), sorted(variables(self._spec).items()), code)
         return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
 
     def _read_record(self) -> Record | None:
