@@ -98,6 +98,11 @@ REFUSED: list[tuple[Dialect, Body, str]] = [
     (COMPLETIONS, {"model": "m", "prompt": {}}, "$.prompt"),
     (CHAT, chat({"role": "user", "content": [{"type": "text"}]}), "without its text"),
     (CHAT, chat({"role": "user", "content": [{"type": "text", "text": 3}]}), "without its text"),
+    *(
+        (CHAT, chat({"role": "user", "content": [{"type": kind, "text": "x", "uuid": "u", **media}]}), "uuid")
+        for kind in ("text", "input_text", "output_text", "refusal", "thinking")
+        for media in ({"image_url": "http://x/y.png"}, {"video_url": {"url": "http://x/y.mp4"}}, {})
+    ),
     # what would change the answer
     (CHAT, chat(continue_final_message=True), "continue_final_message"),
     (CHAT, chat(functions=[{"name": "f"}]), "use tools"),

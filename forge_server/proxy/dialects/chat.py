@@ -60,6 +60,7 @@ class _Part(msgspec.Struct):
     type: str
     text: Any = None
     image_url: Any = None
+    uuid: Any = None
 
 
 class _Function(msgspec.Struct):
@@ -190,6 +191,8 @@ def _content(message: Raw, parts: list[_Part], where: str) -> Raw:
             urls[index] = images.of_url(given.get("url") if isinstance(given, dict) else given, at)
         elif part.type not in _TEXTS:
             raise unsupported(f"{at}: a part of type {part.type[:100]!r}", param="messages")
+        elif part.uuid is not None:  # vLLM then looks for an image, audio or video in it, whatever its type
+            raise unsupported(f"{at}: a part of type {part.type!r} with a uuid", param="messages")
         elif part.type.endswith("text") and not isinstance(part.text, str):
             raise bad(f"{at}: a part of type {part.type!r} without its text", param="messages")
     if not urls:
