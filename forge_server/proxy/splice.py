@@ -65,12 +65,8 @@ async def serve(engine: Engine, template: Template | None, ask: Ask) -> Served:
         raise Unspliceable(Fallback.END_UNKNOWN)
     near = ask.answers.prompt(tip)
     rendered = await _rendered(engine, ask, near)
-    if rendered.sampling.get("structured_outputs"):
-        raise Unspliceable(Fallback.CONSTRAINED)  # some of the engine's parsers do so with every call with tools
-    if rendered.sampling.get("structured_outputs"):
-        raise Unspliceable(
-            Fallback.CONSTRAINED
-        )  # some of the engine's parsers do so with every call with tools
+    if rendered.sampling.get("structured_outputs"):  # with some parsers, every call with tools has them
+        raise Unspliceable(Fallback.CONSTRAINED)
     if tip is None:
         prompt, text = rendered.ids, rendered.text
     else:
