@@ -101,6 +101,24 @@ async def test_tool_calls_are_read_as_the_chat_endpoint_reads_them(vllm_pool: En
     }
 
 
+@pytest.mark.parametrize(
+    ("more", "grammar"),
+    [
+        ({}, False),
+        ({"tools": TOOLS}, False),
+        ({"tools": TOOLS, "parallel_tool_calls": False, "tool_choice": "none"}, False),
+        ({"tools": TOOLS, "parallel_tool_calls": False}, True),
+        ({"tools": TOOLS, "tool_choice": "required"}, True),
+        ({"response_format": {"type": "json_object"}}, True),
+    ],
+)
+async def test_render_tells_of_a_grammar(
+    vllm_pool: EnginePool, more: dict[str, object], grammar: bool
+) -> None:
+    rendered = await vllm_pool.render(body(1, **more), request_id="r", affinity="at")
+    assert bool(rendered.sampling.get("structured_outputs")) == grammar
+
+
 async def test_a_given_prompt_is_what_the_engine_conditions_on(vllm_pool: EnginePool) -> None:
     """Logprobs after exact ids are those of the same ids as one prompt, whatever the template would make of it."""
     asked = body(3)
