@@ -460,6 +460,7 @@ class Server:
                 pod_url=f"unix:{self.listening.unix_path}",
                 folder=settings.data_dir / "local",
                 min_sandbox=settings.local.min_sandbox,
+                disk_mb=settings.local.disk_mb,
                 show=settings.local.allow_binds,
             ),
             self._harness_home,

@@ -165,6 +165,8 @@ class LocalSettings(Section, frozen=True):
 
     min_sandbox: Literal["none", "user", "namespaces"] = "namespaces"
     memory_mb: Count = 2048
+    disk_mb: Count = 10240
+    """What an attempt may write to this machine's disk; beyond it is stopped."""
     pids: Count = 256
     allow_binds: tuple[str, ...] = ()
     """Further folders that every sandbox sees, read-only."""

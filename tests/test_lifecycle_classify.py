@@ -7,7 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge_server.domain import outcome as o
-from forge_server.domain.classify import POLICY_STOPS, CallFact, Facts, Finish, NotTrained, classify, hole
+from forge_server.domain.classify import (
+    DISK_EXCESS,
+    POLICY_STOPS,
+    CallFact,
+    Facts,
+    Finish,
+    NotTrained,
+    classify,
+    hole,
+)
 from forge_server.domain.events import Clock, Fact
 from forge_server.domain.outcome import Kind, Outcome
 from forge_server.domain.states import CallEnd
@@ -125,6 +134,21 @@ TABLE = [
         POLICY,
         Kind.AGENT_TIMEOUT,
     ),
+    (
+        "it took the disk",
+        ended(finish=Finish(stopped_by="disk_excess", verifier="crash"), reward=None),
+        POLICY,
+        Kind.RUNNER_LOST,
+    ),
+    (
+        "and so a call could not be recorded",
+        ended(
+            finish=Finish(stopped_by="disk_excess"),
+            calls=(*OK, CallFact(1, CallEnd.REJECTED, "store: disk full", 503)),
+        ),
+        POLICY,
+        Kind.RUNNER_LOST,
+    ),
     ("calls used up", ended(stop_reason="budget_calls"), POLICY, Kind.BUDGET_CALLS),
     ("tokens used up", ended(stop_reason="budget_tokens"), POLICY, Kind.BUDGET_TOKENS),
     (
@@ -189,7 +213,7 @@ finishes = st.builds(
     Finish,
     exit_code=st.sampled_from([None, 0, 1]),
     signal=st.sampled_from([None, 9]),
-    stopped_by=st.sampled_from(["", "server", *sorted(POLICY_STOPS)]),
+    stopped_by=st.sampled_from(["", "server", DISK_EXCESS, *sorted(POLICY_STOPS)]),
     verifier=st.sampled_from(["ok", "crash", "timeout", "invalid", "none"]),
     runner_error=st.sampled_from(["", "boom"]),
 )

@@ -72,7 +72,11 @@ async def _validate(tasks: list[Task], settings: config_tree.Settings, as_json: 
     found = []
     with tempfile.TemporaryDirectory(prefix="forge-validate-") as folder:
         options = LocalOptions(
-            instance=new_id("in"), pod_url="", folder=Path(folder), min_sandbox=settings.local.min_sandbox
+            instance=new_id("in"),
+            pod_url="",
+            folder=Path(folder),
+            min_sandbox=settings.local.min_sandbox,
+            disk_mb=settings.local.disk_mb,
         )
         backend = LocalBackend(options, lambda harness: None)
         await backend.start(_unheard)

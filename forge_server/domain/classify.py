@@ -44,6 +44,9 @@ POLICY_STOPS: frozenset[str] = frozenset(
 CONTEXT_ERROR = "context_length_exceeded"
 """How the error of a call begins that was rejected because its prompt does not fit the window."""
 
+DISK_EXCESS = "disk_excess"
+"""Why a runner stopped a harness that took more of the disk than it may: told as a pod's eviction for that is."""
+
 RECORD_ERROR = "store"
 """How the error of a call begins whose answer was withheld because it could not be stored."""
 
@@ -170,6 +173,8 @@ def _engine_blame(facts: Facts) -> tuple[Outcome, Kind] | None:
     """
     if facts.stop_reason in POLICY_STOPS and facts.stop_reason != Kind.AGENT_TIMEOUT:
         return None
+    if _took_the_disk(facts):  # which may be why a call could not be recorded
+        return None
     last = _last(
         call
         for call in facts.calls
@@ -214,10 +219,16 @@ def _policy_blame(facts: Facts) -> tuple[Outcome, Kind] | None:
     for reason in reasons:
         if reason in POLICY_STOPS:
             return Outcome.POLICY_FAILURE, Kind(reason)
+    if _took_the_disk(facts):
+        return Outcome.POLICY_FAILURE, Kind.RUNNER_LOST
     last = _last(facts.calls)
     if last is not None and last.end is CallEnd.REJECTED and last.error.startswith(CONTEXT_ERROR):
         return Outcome.POLICY_FAILURE, Kind.CONTEXT_OVERFLOW
     return None
+
+
+def _took_the_disk(facts: Facts) -> bool:
+    return facts.finish is not None and facts.finish.stopped_by == DISK_EXCESS
 
 
 def _by_runner(facts: Facts) -> tuple[Outcome, Kind]:

@@ -155,15 +155,27 @@ class Child:
             self._pidfds.append(os.pidfd_open(json.loads(os.read(info, 4096))["child-pid"]))
 
     def go(
-        self, argv: list[str], env: dict[str, str], cwd: str, *, stdin: bytes | None, max_processes: int
+        self,
+        argv: list[str],
+        env: dict[str, str],
+        cwd: str,
+        *,
+        stdin: bytes | None,
+        max_processes: int,
+        max_file: int = 0,
     ) -> None:
-        """Let it become ``argv``, with ``stdin`` (None: empty). Raises ``OSError`` when it is gone."""
+        """Let it become ``argv``, with ``stdin`` (None: empty); no file longer than ``max_file`` bytes (0: any).
+
+        Raises ``OSError`` when it is gone.
+        """
         import resource
 
         uid = self.box.uid if self.box.own_user else -1
         resource.prlimit(self._main, resource.RLIMIT_CORE, (0, 0))
         if uid >= 0 and max_processes:  # counted per user of the machine; the user is the attempt's own
             resource.prlimit(self._main, resource.RLIMIT_NPROC, (max_processes, max_processes))
+        if max_file:
+            resource.prlimit(self._main, resource.RLIMIT_FSIZE, (max_file, max_file))
         # Memory runs out: the agent dies, not its runner. What a process with CAP_SYS_RESOURCE writes is a floor, which
         # the agent cannot go below again.
         with contextlib.suppress(OSError), open(f"/proc/{self._main}/oom_score_adj", "w") as score:

@@ -18,7 +18,8 @@ import time
 
 from .confine import FORGE, HOME, Box, Child, kill_user, oom_kills
 from .control import Control, Offline, Refused, Unreachable
-from .place import PATH, fill, folder, make_folders, write_files
+from .disk import EXCESS, LOOK_S, Disk
+from .place import PATH, fill, folder, make_folders, remove_tree, write_files
 from .relay import Relay
 from .scrub import scrub
 from .verify import Verdict, unpack, verdict
@@ -123,6 +124,7 @@ class Attempt:
         self.token: str = order["token"]
         trial = order.get("trial")
         self.control = Offline(trial) if trial else Control(self.url, self.id)
+        self.disk = Disk(self.box.root, self.box.uid, order.get("disk_mb", 0) << 20)
         self.stop = Stop()
         self.phase = "starting"
         self.child: Child | None = None
@@ -183,6 +185,8 @@ class Attempt:
         plan, values = self.plan, self.values
         threading.Thread(target=self._heartbeats, args=(plan["heartbeat_s"],), daemon=True).start()
         make_folders(self.box)  # may take long: all that is in a pod's work folder becomes the agent's
+        self.disk.begin()
+        threading.Thread(target=self._watch_disk, daemon=True).start()
         binds = [(self.box.path("work"), values["workdir"], True), (self.box.path("home"), HOME, True)]
         self.child = child = Child(self.box, binds, door=True)
         assert child.listener is not None
@@ -198,13 +202,15 @@ class Attempt:
         env = self._environment(values["home"]) | {k: fill(v, values) for k, v in plan["env"].items()}
         argv = [fill(part, values) for part in plan["argv"]]
         stdin = None if plan["stdin"] is None else fill(plan["stdin"], values).encode()
-        child.go(argv, env, values["workdir"], stdin=stdin, max_processes=plan["limits"]["pids"])
+        pids, max_file = plan["limits"]["pids"], self.disk.limit
+        child.go(argv, env, values["workdir"], stdin=stdin, max_processes=pids, max_file=max_file)
         status = child.wait(None, self.stop.wake)
-        if status is None and not self.stop.dismissed:
+        if status is None and not self.stop.dismissed and self.stop.reason != EXCESS:
             child.terminate()
             child.wait(plan["grace_s"])
         self.exit_code = self._kill()
-        self.phase, self.stopped_by = "sealed", self.stop.reason
+        excess = self._empty("work", "home") or self.stop.reason == EXCESS
+        self.phase, self.stopped_by = "sealed", EXCESS if excess else self.stop.reason
         read, lost = relay.receipts.final(RECEIPTS_S)
         relay.close()
         if self.stop.dismissed:
@@ -237,14 +243,18 @@ class Attempt:
         argv = plan["verify_argv"]
         if not (box.wrapped or box.in_place):  # without mounts of its own, /tests is somewhere else
             argv = [tests + a.removeprefix("/tests") if a.startswith("/tests/") else a for a in argv]
-        child.go(argv, env, inside, stdin=None, max_processes=plan["limits"]["pids"])
+        pids, max_file = plan["limits"]["pids"], self.disk.limit
+        child.go(argv, env, inside, stdin=None, max_processes=pids, max_file=max_file)
         status = child.wait(plan["verify_s"], self.stop.wake)
         killed = self._kill()
-        self._tell({"kind": "log", "stream": "verifier", "tail": tail.text()})
         if status is None:
             error = self.stop.reason or f"not done after {plan['verify_s']} s"
-            return Verdict("timeout", killed, error=error)
-        return verdict(out, status, removed)
+            said = Verdict("timeout", killed, error=error)
+        else:
+            said = verdict(out, status, removed)
+        self._empty("work", "verifier-home", "logs")
+        self._tell({"kind": "log", "stream": "verifier", "tail": tail.text()})
+        return said
 
     def _finish(self, said: Verdict, trouble: str = "", *, patience: float = 300.0) -> None:
         if said.status == "ok":
@@ -283,6 +293,28 @@ class Attempt:
                 self.stop.set(reply["reason"] or "stopped")
             left = reply.get("left_s")
             pause = every if left is None else min(every, max(left + 0.05, 0.2))
+
+    def _watch_disk(self) -> None:
+        """Thread: stop what runs when the attempt takes more of the disk than it may."""
+        pause = LOOK_S
+        while True:
+            time.sleep(pause)
+            began, phase = time.monotonic(), self.phase
+            if phase in ("running", "verifying") and self.disk.exceeded() and phase == self.phase:
+                self.stop.set(EXCESS)
+            pause = max(LOOK_S, time.monotonic() - began)
+
+    def _empty(self, *names: str) -> bool:
+        """If the attempt holds more than it may, empty these folders, whose processes are dead; returns whether.
+
+        Before the server is told anything: it may have no room left to write it down.
+        """
+        if not self.disk.exceeded():
+            return False
+        for name in names:
+            remove_tree(self.box.path(name))
+            folder(self.box, name, owned=True)
+        return True
 
     def _environment(self, home: str) -> dict[str, str]:
         path = f"{self.box.env}/bin:{PATH}" if self.box.env else PATH

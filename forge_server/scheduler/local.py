@@ -47,13 +47,15 @@ class HarnessHome(Protocol):
 
 class LocalOptions(msgspec.Struct, frozen=True, kw_only=True):
     """``pod_url``: ``http://HOST:PORT`` or ``unix:/PATH`` of the pod-facing listener. ``folder``: where
-    attempts have their files, ours alone. ``show``: further folders that every sandbox sees, read-only.
+    attempts have their files, ours alone. ``disk_mb``: what an attempt may write there, in MiB. ``show``: further
+    folders that every sandbox sees, read-only.
     """
 
     instance: str
     pod_url: str
     folder: Path
     min_sandbox: str = "namespaces"
+    disk_mb: int = 10240
     show: tuple[str, ...] = ()
 
 
@@ -184,6 +186,7 @@ class LocalBackend:
             "env": str(home) if home else "",
             "read_only": sorted({sandbox.prefix, *_folders_of(home), *self._options.show}),
             "root": str(folder),
+            "disk_mb": self._options.disk_mb,
             "tidy": True,
         }
         output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the runner is gone

@@ -1,0 +1,73 @@
+"""What an attempt may take of this machine's disk, which is often that of the server's database too.
+
+An agent that fills it would make its own bad result look like a failure of ours (I5). So while the agent runs we look:
+often and cheaply at the disk, and at the attempt's own folder only when the disk runs low, or has lost so much that the
+attempt may be above its limit. What is unlinked and still open counts.
+"""
+
+import contextlib
+import os
+import stat
+import threading
+
+from .confine import processes_of
+
+LOOK_S = 0.5  # between two looks
+ADD_UP_S = 60.0  # longest adding up
+RESERVE = 1 << 30  # the disk runs low when less than this is free
+EXCESS = "disk_excess"  # why a harness was stopped that took more
+
+
+class Disk:
+    """Of the attempt whose folder is ``root``. ``limit`` in bytes, 0 for none."""
+
+    def __init__(self, root: str, uid: int, limit: int) -> None:
+        self._root, self._uid, self._wanted = root, uid, limit
+        self.limit = 0
+        self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        """The folder is there. Of a small disk the attempt gets no more than what is free now, less a reserve."""
+        free = self._free()
+        self._reserve = min(RESERVE, free // 4)
+        self._used, self._free_then = 0, free  # when it was last added up
+        self.limit = min(self._wanted, free - self._reserve)
+
+    def exceeded(self) -> bool:
+        """Whether the attempt holds more than its limit now."""
+        if not self.limit:
+            return False
+        with self._lock:
+            free = self._free()
+            if free >= self._reserve and self._free_then - free <= self.limit - self._used:
+                return False
+            self._used, self._free_then = self._in_folder() + self._unlinked(), free
+            return self._used > self.limit
+
+    def _free(self) -> int:
+        found = os.statvfs(self._root)
+        return found.f_bavail * found.f_frsize
+
+    def _in_folder(self) -> int:
+        """By a program, which bears folders nested without end. Too many files to add up in time count as none."""
+        import subprocess  # seldom needed
+
+        command = ("du", "-sx", "--block-size=1", "--", self._root)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=ADD_UP_S)
+            # files may vanish meanwhile: its exit says nothing
+            return int((done.stdout.split() or [b"0"])[0])
+        return 0
+
+    def _unlinked(self) -> int:
+        """What processes of the attempt's own user hold open, or mapped, that has no name any more."""
+        device, sizes = os.stat(self._root).st_dev, {}
+        for pid in processes_of(self._uid) if self._uid >= 0 else ():
+            for place in (f"/proc/{pid}/fd", f"/proc/{pid}/map_files"):
+                with contextlib.suppress(OSError), os.scandir(place) as entries:
+                    for entry in entries:
+                        with contextlib.suppress(OSError):
+                            found = os.stat(entry.path)
+                            if not found.st_nlink and found.st_dev == device and stat.S_ISREG(found.st_mode):
+                                sizes[found.st_ino] = found.st_blocks * 512
+        return sum(sizes.values())

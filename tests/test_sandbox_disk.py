@@ -1,0 +1,118 @@
+"""An agent that takes more of the disk than it may, on a small disk with the database on it as well (I5)."""
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from runner_support import FakePod, Lab, plan, say, verifier_tar
+from scheduler_rig import rig, script_spec
+from test_sandbox_delivery import proxied
+
+from forge_server.domain import classify
+from forge_server.runner import disk
+
+pytestmark = pytest.mark.sandbox
+
+SIZE_MB = 200
+ONE = "echo 1 > /logs/verifier/reward.txt\n"
+AGENT = """
+import os, time, urllib.error, urllib.request
+def call(size):
+    text = "".join(chr(97 + b % 26) for b in os.urandom(size))
+    body = '{"messages": [{"role": "user", "content": "%s"}]}' % text
+    request = urllib.request.Request(os.environ["BASE"] + "/v1/chat/completions", body.encode())
+    request.add_header("Authorization", "Bearer " + os.environ["KEY"])
+    try:
+        return urllib.request.urlopen(request).status
+    except urllib.error.HTTPError as error:
+        return error.code
+def fill(keep=True):
+    files = []
+    for number in range(4):
+        file = open("fill%d" % number, "wb", buffering=0)
+        files.append(file)
+        if not keep:
+            os.unlink(file.name)
+        for size in (1 << 20, 4096):
+            try:
+                while True:
+                    file.write(bytes(size))
+            except OSError:
+                pass
+    return files
+print(call(10), flush=True)
+"""
+LEAVES = AGENT + "fill()\n"
+ASKS = AGENT + "files = fill()\nprint(call(300000), flush=True)\ntime.sleep(60)\n"
+HIDES = AGENT + "files = fill(keep=False)\ntime.sleep(60)\n"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk that keeps nothing back for root."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SIZE_MB}m,mode=755", "tmpfs", place])
+    if mount.returncode != 0:
+        pytest.skip("no file system may be mounted here")
+    yield place
+    subprocess.run(["umount", "-l", place], check=True)
+
+
+@pytest.mark.parametrize("script", [LEAVES, ASKS, HIDES])
+async def test_i5_a_disk_that_the_agent_filled_is_its_own_doing(small_disk: Path, script: str) -> None:
+    """Also when a call could not be recorded for want of room; the server goes on."""
+    spec = script_spec(f"exec \"$PY\" -I -S - <<'END'\n{script}\nEND")
+    async with rig(small_disk, specs={"script": spec}, through=proxied) as it:
+        await it.group(harness="script", max_attempts=1)
+        (ended,) = await it.ended(within=30.0)
+        assert (ended.data["outcome"], ended.data["kind"]) == ("policy_failure", "runner_lost")
+        assert ended.data["reward"] == 0.0
+        (attempt,) = await it.attempts()
+        assert attempt["evidence"]["finish"]["stopped_by"] == classify.DISK_EXCESS
+
+
+def attempt(folder: Path, script: str, *, verifier: str = ONE, disk_mb: int = 50) -> FakePod:
+    """Run ``script`` as the harness to the end of the attempt."""
+    argv = ["{python}", "-I", "-S", "-c", script]
+    given = plan(argv, env={"BASE": "{base_url}", "KEY": "{agent_key}"})
+    lab = Lab(folder)
+    try:
+        with FakePod(given, [say("hello")], verifier_tar(verifier)) as pod:
+            return lab.run(pod, disk_mb=disk_mb)
+    finally:
+        lab.close()
+
+
+def test_who_stays_below_the_limit_is_left_alone(small_disk: Path) -> None:
+    """Also on a disk that others have filled."""
+    with (small_disk / "of others").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, (SIZE_MB - 20) << 20)
+    script = "import time\nopen('a', 'wb').write(bytes(10 << 20)); time.sleep(2)\n"
+    pod = attempt(small_disk, script, verifier="test $(stat -c %s a) = 10485760 && " + ONE)
+    assert pod.of("finish")[0]["stopped_by"] == "" and len(pod.of("reward")) == 1
+
+
+def test_no_file_is_longer_than_the_limit(small_disk: Path) -> None:
+    script = "try: open('a', 'wb').write(bytes(60 << 20))\nexcept OSError as error: print(error.strerror)\n"
+    assert attempt(small_disk, script).log("harness") == "File too large\n"
+
+
+def test_a_verifier_that_fills_the_disk_is_stopped_and_leaves_none_of_it(small_disk: Path) -> None:
+    """The agent's program does it when it is tested; the work folder is emptied before a word is said."""
+    fill = "for n in 1 2 3; do head -c 40M /dev/zero > fill$n; done; sleep 60\n"
+    lab = Lab(small_disk)
+    try:
+        with FakePod(plan(["true"]), verifier=verifier_tar(fill)) as pod:
+            lab.run(pod, disk_mb=50)
+    finally:
+        lab.close()
+    assert pod.of("finish")[0]["verifier"]["error"] == disk.EXCESS
+    found = os.statvfs(small_disk)
+    assert found.f_bavail * found.f_frsize > (SIZE_MB - 20) << 20
+
+
+def test_runner_and_rules_call_it_by_one_name() -> None:
+    assert disk.EXCESS == classify.DISK_EXCESS
