@@ -194,15 +194,17 @@ def may_set_floors():
     return bool(int(status["CapEff"], 16) >> 24 & 1)
 
 
-@pytest.mark.skipif(not may_set_floors(), reason="without CAP_SYS_RESOURCE a score can be lowered again")
 def test_the_agent_dies_first_when_memory_runs_out(lab):
-    """The machine's, which the agent may use up through its runner as well: it cannot lower its own score."""
+    """The machine's, which the agent may use up through its runner as well. It cannot lower its own score, where
+    the runner's right to set it was the server's."""
     script = """
     cat /proc/self/oom_score_adj
     for score in -1 0 999; do { echo $score > /proc/self/oom_score_adj; } 2>/dev/null; done
     cat /proc/self/oom_score_adj
     """
-    assert attack(lab, script).log("harness").split() == ["1000", "1000"]
+    first, last = attack(lab, script).log("harness").split()
+    assert first == "1000"
+    assert last == "1000" or not may_set_floors()
 
 
 def test_daemons_are_dead_before_the_verifier_arrives(lab):

@@ -54,9 +54,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk that keeps nothing back for root."""
     place = tmp_path / "disk"
     place.mkdir()
-    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SIZE_MB}m,mode=755", "tmpfs", place])
-    if mount.returncode != 0:
-        pytest.skip("no file system may be mounted here")
+    options = ("-o", f"size={SIZE_MB}m,mode=755")
+    subprocess.run(["mount", "-t", "tmpfs", *options, "tmpfs", place], check=True)
     yield place
     subprocess.run(["umount", "-l", place], check=True)
 
