@@ -107,19 +107,15 @@ def turns_of(connection: Connection, attempt_id: str, since: int, limit: int) ->
         .order_by(c.seq)
     )
     rows = connection.execute(query).all()
-    earlier: list[tuple[int, list[bytes], list[bytes]]] = []  # seq, tools, messages
+    conversations, offers = Conversations(), dict[int, list[bytes]]()
     planned = []
     for row in rows:
         tools, keys = requests.get(row.id, (0, []))
-        offered, said = keys[:tools], keys[tools:]
-        after, shared, before = None, 0, []
-        for seq, their_tools, theirs in earlier:
-            common = _common(theirs, said)
-            if common >= max(shared, 1) and 2 * common >= len(theirs):
-                after, shared, before = seq, common, their_tools
-        earlier.append((row.seq, offered, said))
+        offers[row.seq], said = keys[:tools], keys[tools:]
+        after, shared = conversations.add(row.seq, said)
         if row.seq >= since:
-            planned.append((row, after, [] if offered == before else offered, said[shared:]))
+            known = after is not None and offers[row.seq] == offers[after]
+            planned.append((row, after, [] if known else offers[row.seq], said[shared:]))
     wanted = {key for _, _, offered, said in planned for key in (*offered, *said)}
     wanted |= {bytes(row.response) for row, *_ in planned if row.response is not None}
     bodies = {key: msgspec.json.decode(body) for key, body in messages.bodies_of(connection, wanted)}
@@ -141,13 +137,25 @@ def turns_of(connection: Connection, attempt_id: str, since: int, limit: int) ->
     ]
 
 
-def _common(a: Sequence[bytes], b: Sequence[bytes]) -> int:
-    length = 0
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            break
-        length += 1
-    return length
+class Conversations:
+    """Which earlier call each one goes on from: the last of those with which it shares the longest beginning, which is
+    at least half of what that one says. In time linear in what is said: beginnings are nodes of a tree."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[tuple[int, bytes], int] = {}
+        self._said: dict[int, int] = {}  # by node: the last call that says this, and at most as much again
+
+    def add(self, seq: int, said: Sequence[bytes]) -> tuple[int | None, int]:
+        """The call that this one goes on from, and how many messages they share."""
+        path, node = [], 0
+        for key in said:
+            node = self._nodes.setdefault((node, key), len(self._nodes) + 1)
+            path.append(node)
+        shared = next((length for length in range(len(path), 0, -1) if path[length - 1] in self._said), 0)
+        after = self._said[path[shared - 1]] if shared else None
+        for node in path[(len(path) - 1) // 2 if path else 0 :]:
+            self._said[node] = seq
+        return after, shared
 
 
 def _without_echo(said: list[Any], continued: bool) -> list[Any]:

@@ -30,6 +30,8 @@ SHARE = 50
 """It is good for so many times as long as it took: watching never costs more than that part of a core."""
 WINDOW_S = 60.0
 RECENT_S = 900.0
+LONGEST_CALL_S = 900.0
+"""Calls are found by when they began; one that takes longer is not seen to end."""
 
 
 class Turns(Protocol):
@@ -125,6 +127,12 @@ def read(connection: Connection, run: str | None, now: float, policy: str) -> tu
     recent, lost = _recent(connection, now)
     rates, last_call = _rates(connection, now)
     versions = views.policies_of(connection, policy)
+    trained_out = row is not None and any(
+        version.run_id == row.id
+        and version.step == row.settings.get("steps")
+        and version.state != PolicyState.REJECTED
+        for version in versions
+    )
     view = s.Overview(
         version=__version__,
         now=now,
@@ -139,7 +147,8 @@ def read(connection: Connection, run: str | None, now: float, policy: str) -> tu
         held=False,
         rates=rates,
         policy=next((v for v in versions if v.state in (PolicyState.LIVE, PolicyState.LOADING)), None),
-        trainer=_trainer(connection, row.id, now) if row is not None else None,
+        # it leaves with its last step; what is left to be done is an evaluation
+        trainer=_trainer(connection, row.id, now) if row is not None and not trained_out else None,
         failures={
             f"{outcome}/{kind}": n for _, outcome, kind, n in by_kind if outcome not in (None, "completed")
         },
@@ -148,7 +157,7 @@ def read(connection: Connection, run: str | None, now: float, policy: str) -> tu
         infra_streak=row.infra_streak if row is not None else 0,
         breaker=0,
     )
-    newest = versions[0] if versions else None
+    newest = next((version for version in versions if row is not None and version.run_id == row.id), None)
     return view, More(
         rejected=newest.reason if newest is not None and newest.state == PolicyState.REJECTED else "",
         held_s=_held(connection, now),
@@ -174,7 +183,7 @@ def _recent(connection: Connection, now: float) -> tuple[int, dict[str, int]]:
     c = t.attempts.c
     rows = connection.execute(
         sa.select(c.outcome, c.kind, sa.func.count())
-        .where(c.id > ids.first_id("at", now - RECENT_S))
+        .where(c.ended_at > now - RECENT_S)
         .group_by(c.outcome, c.kind)
     ).all()
     lost = {kind: count for outcome, kind, count in rows if outcome == Outcome.INFRA_FAILURE}
@@ -182,16 +191,22 @@ def _recent(connection: Connection, now: float) -> tuple[int, dict[str, int]]:
 
 
 def _rates(connection: Connection, now: float) -> tuple[s.Rates, float]:
+    """Of the calls that ended within the window; and when one began or ended last, 0 if that is long ago."""
     c = t.calls.c
+    ended = c.ended_at > now - WINDOW_S
+
+    def of_ended(value: sa.ColumnElement[Any] | int) -> sa.ColumnElement[Any]:
+        return sa.case((ended, value))
+
     row = connection.execute(
         sa.select(
-            sa.func.count(c.ended_at),
-            sa.func.sum(c.prompt_len),
-            sa.func.sum(c.completion_len),
-            sa.func.sum(sa.case((c.end == "ok", 0), (c.end.is_(None), 0), else_=1)),
-            sa.func.avg(c.engine_ms),
-            sa.func.max(c.began_at),
-        ).where(c.id > ids.first_call_id(now - WINDOW_S))
+            sa.func.count(of_ended(c.ended_at)),
+            sa.func.sum(of_ended(c.prompt_len)),
+            sa.func.sum(of_ended(c.completion_len)),
+            sa.func.sum(of_ended(sa.case((c.end == "ok", 0), else_=1))),
+            sa.func.avg(of_ended(c.engine_ms)),
+            sa.func.max(sa.func.coalesce(c.ended_at, c.began_at)),
+        ).where(c.id > ids.first_call_id(now - LONGEST_CALL_S))
     ).one()
     calls, prompt, completion, failed, engine_ms, last = row
     return s.Rates(
@@ -217,7 +232,8 @@ def _trainer(connection: Connection, run_id: str, now: float) -> s.TrainerView |
 
 def _held(connection: Connection, now: float) -> float:
     c = t.holds.c
-    begin = connection.execute(sa.select(sa.func.min(c.begin_at)).where(c.end_at.is_(None))).scalar()
+    query = sa.select(sa.func.min(c.begin_at)).where(c.end_at.is_(None), c.reason == "weight_update")
+    begin = connection.execute(query).scalar()
     return now - begin if begin is not None else 0.0
 
 
@@ -226,7 +242,7 @@ def _silence(connection: Connection, now: float, last_call: float) -> float:
     c = t.attempts.c
     query = sa.select(sa.func.min(c.running_at)).where(c.state == AttemptState.RUNNING.value)
     began = connection.execute(query).scalar()
-    return now - max(began, last_call) if began is not None else 0.0
+    return now - max(began, last_call or now - LONGEST_CALL_S) if began is not None else 0.0
 
 
 def _figures(connection: Connection, run_id: str) -> dict[str, float | None]:

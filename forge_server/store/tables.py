@@ -169,7 +169,7 @@ attempts = sa.Table(
     sa.Column("started_at", sa.Double),  # the runner joined
     sa.Column("running_at", sa.Double),  # the harness started
     sa.Column("sealed_at", sa.Double),
-    sa.Column("ended_at", sa.Double),
+    sa.Column("ended_at", sa.Double, index=True),
     sa.UniqueConstraint("rollout_id", "number"),
 )
 
