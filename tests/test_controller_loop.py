@@ -63,24 +63,28 @@ async def test_evaluation_is_never_trained(database_url: str, tmp_path: Path) ->
 async def test_no_signal_draws_rounds_then_pauses_and_resumes_anew(database_url: str, tmp_path: Path) -> None:
     learnt = False
 
-    def reward(row: Any, step: int, slot: int) -> float:
-        return float(slot % 2) if learnt else 0.0
+    def reward(row: Any, step: int, slot: int) -> float | str:
+        if learnt:
+            return float(slot % 2)
+        return "hole" if slot == 2 else 0.0
 
     async with world(database_url, tmp_path, reward=reward) as w:
         await w.tasks()
-        run_id = await w.runs.create(settings(steps=1, max_generation_batches=2))
+        run_id = await w.runs.create(settings(steps=1, n=3, max_generation_batches=2))
         row = await w.reached(run_id, "paused")
         assert row.reason.startswith("no_signal") and row.step == 0
         groups = await w.rows(t.groups)
         assert len(groups) == 4 and {g.dropped for g in groups} == {"equal_rewards"}
         assert {g.round for g in groups} == {0, 1}
         figures = await w.metrics(run_id, 1)
-        assert figures["groups/dropped_equal_rewards"] == 4 and figures["reward/mean"] == 0.0
+        assert figures["groups/dropped_equal_rewards"] == 4 and figures["not_trained/call_missing"] == 4
         learnt = True
         await w.runs.resume(run_id)
         assert await w.trainer(run_id).run() == "ended"
         await w.reached(run_id, "completed")
         assert max(g.round for g in await w.rows(t.groups)) == 2
+        figures = await w.metrics(run_id, 1)  # of what was trained, and nothing of what was dropped before
+        assert figures["groups/drawn"] == 2 and not any("not_trained" in name for name in figures)
 
 
 async def test_a_smaller_batch_is_trained_when_rounds_run_out(database_url: str, tmp_path: Path) -> None:

@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forge_server.controller.measure import step_figures
 from forge_server.domain import policy
-from forge_server.domain.batches import Drop, EndedRollout, Move, next_move, select
+from forge_server.domain.batches import Drop, EndedRollout, Move, Selection, next_move, select
+from forge_server.domain.cohort import Group
 from forge_server.domain.draw import draw_harness, draw_tasks
 from forge_server.domain.errors import Conflict
 from forge_server.domain.outcome import Outcome
@@ -90,6 +92,16 @@ def test_why_groups_are_dropped() -> None:
         "another's": Drop.STALE,
     }
     assert list(selection.groups) == ["good"]
+
+
+def test_the_share_of_mixed_groups_is_of_those_whose_rewards_were_judged() -> None:
+    names = ["kept", "old", "equal", "lost"]
+    groups = [Group(id=name, step=1, round=0, task_id="ta", members=()) for name in names]
+    dropped = {"old": Drop.STALE, "equal": Drop.EQUAL_REWARDS, "lost": Drop.TOO_FEW_VALID}
+    selection = Selection(groups={"kept": ()}, dropped=dropped)
+    figures = step_figures(groups, {name: [] for name in names}, selection, {}, lambda version: 0)
+    assert figures["groups/mixed_share"] == pytest.approx(2 / 3)
+    assert figures["groups/dropped_stale"] == figures["groups/dropped_too_few_valid"] == 1
 
 
 def test_what_follows_a_complete_cohort() -> None:

@@ -19,7 +19,7 @@ from forge_server.domain.cohort import Group
 from forge_server.domain.errors import Conflict
 from forge_server.domain.events import BatchAssembled
 from forge_server.store import tables as t
-from forge_server.store.step_metrics import merge_metrics
+from forge_server.store.step_metrics import put_metrics
 from forge_server.trajectory.attempt import Cut
 from forge_server.trajectory.batchfile import BatchRollout, write_batch
 
@@ -68,7 +68,7 @@ async def store_batch(events: Events, plan: Plan, body: bytes, at: float) -> Non
 
     def also(connection: Connection) -> None:
         drop_groups(connection, plan.selection.dropped)
-        merge_metrics(connection, plan.run_id, plan.k, "controller", plan.figures, at)
+        put_metrics(connection, plan.run_id, plan.k, "controller", plan.figures, at)
         for group in plan.groups:
             for member in group.members:
                 if member.id in wanted and member.attempt_id is not None:

@@ -19,7 +19,7 @@ from forge_server.domain.cohort import Group
 from forge_server.domain.events import RunPaused
 from forge_server.domain.policy import Version
 from forge_server.store.database import Store
-from forge_server.store.step_metrics import merge_metrics
+from forge_server.store.step_metrics import put_metrics
 from forge_server.trajectory.attempt import Cut
 
 log = structlog.get_logger(__name__)
@@ -112,7 +112,7 @@ class Workshop:
 
         def also(connection: Connection) -> None:
             drop_groups(connection, selection.dropped)
-            merge_metrics(connection, run.id, k, "controller", figures, now)
+            put_metrics(connection, run.id, k, "controller", figures, now)
 
         await self._events.apply(RunPaused(run_id=run.id, reason=reason), also=also)
         self._forget(groups)

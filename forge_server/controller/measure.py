@@ -69,10 +69,12 @@ def step_figures(
         **_surplus_figures([m for m in members.values() if m.kind == Kind.SURPLUS], cut_of),
         **_death_figures(everyone, {i: m.attempts for i, m in members.items()}, cut_of),
     }
-    if groups:
-        figures["groups/mixed_share"] = len(selection.groups) / len(groups)
+    drops = Counter(selection.dropped.values())
+    mixed = len(selection.groups) + drops[Drop.STALE]  # it is the last thing that a group is dropped for
+    if judged := mixed + drops[Drop.EQUAL_REWARDS]:
+        figures["groups/mixed_share"] = mixed / judged
     for drop in Drop:
-        figures[f"groups/dropped_{drop}"] = sum(1 for d in selection.dropped.values() if d is drop)
+        figures[f"groups/dropped_{drop}"] = drops[drop]
     for name, count in Counter(
         f"outcome/{m.outcome}/{m.kind}" for m in members.values() if m.outcome
     ).items():

@@ -29,5 +29,20 @@ def merge_metrics(
         connection.execute(sa.update(t.step_metrics).where(where).values(metrics={**stored, **clean}, at=at))
 
 
+def put_metrics(
+    connection: Connection,
+    run_id: str,
+    step: int,
+    source: str,
+    metrics: Mapping[str, float | None],
+    at: float,
+) -> None:
+    """The record is ``metrics`` and nothing of before. Not finite becomes None."""
+    c = t.step_metrics.c
+    where = (c.run_id == run_id) & (c.step == step) & (c.source == source)
+    connection.execute(sa.delete(t.step_metrics).where(where))
+    merge_metrics(connection, run_id, step, source, metrics, at)
+
+
 def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
