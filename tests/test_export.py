@@ -22,6 +22,7 @@ from forge_server.domain.sample import Sample
 from forge_server.domain.states import Delivery, Untrainable
 from forge_server.export import reports, write
 from forge_server.export.records import Run, find_run
+from forge_server.export.table import Words
 from forge_server.export.whole import ExportError
 from forge_server.export.write import export_run
 from forge_server.store import tables as t
@@ -247,6 +248,18 @@ def test_many_row_groups_read_back_as_one_table(
         reader = ipc.open_file(file)
         assert reader.num_record_batches == 4
         same(reader.read_all().to_pylist())
+
+
+def test_a_word_may_come_up_after_the_first_row_group(tmp_path: Path) -> None:
+    """The first image, group or task of a run, late in it."""
+    words, schema = Words(), pa.schema([("word", pa.dictionary(pa.int32(), pa.string()))])
+    batches: list[list[str | None]] = [[None], ["a", None], ["b", "a"]]
+    with write._arrow(tmp_path / "out.arrow", schema) as add:
+        for values in batches:
+            add(pa.record_batch([words.encode("word", values)], schema=schema))
+    with pa.OSFile(str(tmp_path / "out.arrow")) as file:
+        read = ipc.open_file(file).read_all()["word"].to_pylist()
+    assert read == [None, "a", None, "b", "a"]
 
 
 def test_jsonl_holds_the_same_rows(store: Store, run: Run, tmp_path: Path) -> None:

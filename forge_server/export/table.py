@@ -108,7 +108,7 @@ class Words:
         self._known: dict[str, dict[str, int]] = {}
 
     def encode(self, column: str, values: Iterable[str | None]) -> pa.DictionaryArray:
-        known = self._known.setdefault(column, {})
+        known = self._known.setdefault(column, {"": 0})  # an empty dictionary cannot grow in an Arrow file
         codes = [None if value is None else known.setdefault(value, len(known)) for value in values]
         return pa.DictionaryArray.from_arrays(pa.array(codes, pa.int32()), pa.array(known, pa.string()))
 
