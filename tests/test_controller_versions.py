@@ -213,6 +213,49 @@ async def _paused(w: World, run_id: str) -> Any:
     return row if row.state == "paused" and row.reason != "policy_busy" else None
 
 
+async def test_the_last_batch_before_an_export_is_waited_for(database_url: str, tmp_path: Path) -> None:
+    """What the version before it samples is too old from the moment on at which its metrics are told."""
+    async with world(database_url, tmp_path) as w:
+        await w.tasks()
+        calls = w.attempts._calls
+
+        async def take_a_while(attempt_id: str, seqs: tuple[int, ...]) -> None:
+            await calls(attempt_id, seqs)
+            await asyncio.sleep(0.3)
+
+        w.attempts._calls = take_a_while  # type: ignore[method-assign]
+        run_id = await w.runs.create(settings(steps=4, mode="async", export_every=2, max_staleness=1))
+        trainer = w.trainer(run_id)
+        session = await trainer.open()
+        for k in range(1, 5):
+            while await trainer.batch(k) is None:
+                pass
+            made = write_checkpoint(Path(session.checkpoint_dir), run_id, k)
+            await asyncio.to_thread(trainer.link.report_metrics, k, {"loss": 0.5})
+            await asyncio.sleep(0.7)  # it is on its way
+            if k % 2 == 0:
+                await asyncio.to_thread(trainer.link.report_checkpoint, k, *made)
+        await w.reached(run_id, "completed")
+        assert not await w.rows(t.events, t.events.c.kind == "run_paused")
+        assert all([(await w.metrics(run_id, k))["staleness/max"] <= 1 for k in range(1, 5)])
+
+
+async def test_sound_weights_take_the_place_of_damaged_ones(database_url: str, tmp_path: Path) -> None:
+    """A trainer that makes a checkpoint again finds the folder of before damaged, and writes another."""
+    async with world(database_url, tmp_path) as w:
+        await w.tasks()
+        run_id = await w.runs.create(settings())
+        trainer = w.trainer(run_id)
+        session = await trainer.open()
+        assert await step(trainer, session, run_id, 1) == 1
+        await eventually(lambda: w.policies.current == 1)
+        path, digest = write_checkpoint(Path(session.checkpoint_dir), run_id, 1)
+        sound = shutil.copytree(path, f"{path}_r2")
+        assert await trainer.report(1, sound, digest) == 1
+        (version,) = await w.rows(t.policies, t.policies.c.version == 1)
+        assert (version.path, version.state) == (sound, "live")
+
+
 async def test_a_rollout_beyond_the_length_limit_counts_in_its_group(
     database_url: str, tmp_path: Path
 ) -> None:

@@ -122,6 +122,8 @@ def add_exported(
     of_step = [row for row in rows if row.run_id == run_id and row.step == step]
     for row in of_step:
         if row.manifest_sha256 == manifest_sha256 and row.state is not PolicyState.REJECTED:
+            if row.path != path:  # the trainer found that folder damaged
+                _update(connection, row, {"path": path})
             return row.version
     base: int | None = connection.execute(
         sa.select(t.runs.c.base_version).where(t.runs.c.id == run_id)
