@@ -27,6 +27,16 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
     return out
 
 
+def beyond(interval: Interval, others: Iterable[Interval]) -> list[Interval]:
+    """The parts of ``interval`` that none of ``others`` covers, in order."""
+    out, begin = [], interval.begin
+    for other in union(others):
+        if other.begin > begin:
+            out.append(Interval(begin, min(other.begin, interval.end)))
+        begin = max(begin, other.end)
+    return [part for part in [*out, Interval(begin, interval.end)] if part.end > part.begin]
+
+
 def uncharged(started: float, intervals: Iterable[Interval]) -> float:
     """Seconds of ``intervals`` after ``started``, overlaps counted once."""
     return sum(i.end - max(i.begin, started) for i in union(intervals) if i.end > started)

@@ -112,10 +112,14 @@ def add_downtime(connection: sa.Connection, held: list[Interval], down: Interval
 
 
 def add_standstill(connection: sa.Connection, down: Interval, now: float) -> None:
-    """Move every clock by a time up to now in which the server did nothing. Agent clocks are moved by holds that
-    last, too, once they end: of ``down`` they get what no such hold covers."""
-    first = min((hold.begin for hold in open_holds(connection, now)), default=now)
-    add_hold(connection, [Interval(down.begin, min(first, down.end))])
+    """Move every clock by a time up to now in which the server did nothing. Agent clocks have been moved by the holds
+    that ended meanwhile, and will be by those that last: of ``down`` they get what no hold covers."""
+    h = t.holds.c
+    query = sa.select(h.begin_at, sa.func.coalesce(h.end_at, now)).where(
+        sa.or_(h.end_at.is_(None), h.end_at > down.begin)
+    )
+    held = [Interval(begin, end) for begin, end in connection.execute(query)]
+    add_hold(connection, clock.beyond(down, held))
     _shift_all(connection, down)
 
 
