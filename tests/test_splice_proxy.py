@@ -140,6 +140,23 @@ async def test_a_grammar_that_only_the_engine_knows_of_is_told_by_render(proxy: 
     assert (row.mode, row.untrainable, row.flags) == ("record", "constrained", {"fallback": "constrained"})
 
 
+@pytest.mark.parametrize("how", ["compacted", "the end is spelled out"])
+async def test_such_a_grammar_is_seen_of_a_call_that_cannot_be_spliced(proxy: Rig, how: str) -> None:
+    engine(proxy).sampling = {"structured_outputs": {"structural_tag": "{}"}}
+    async with proxy.client() as client:
+        talk = Talk(proxy, client)
+        if how == "compacted":
+            await talk.ask(FLIGHT)
+            talk.tool()
+            await talk.ask(FLIGHT)
+            talk.messages = [{"role": "user", "content": "Summary: it was warm."}, *talk.messages[1:3]]
+        else:
+            await talk.ask([id for letter in "<|im_end|>" for id in qwen3().encode(letter)])
+            talk.user("And?")
+        await talk.ask(FLIGHT)
+    assert {row.untrainable for row in await proxy.rows()} == {"constrained"}
+
+
 @pytest.mark.parametrize(("forwarding", "flags"), [("auto", None), ("splice", {"fallback": "not_offered"})])
 async def test_an_engine_that_takes_no_tokens(tmp_path: Any, forwarding: str, flags: Any) -> None:
     async with rig(f"sqlite:///{tmp_path}/forge.db", forwarding=forwarding) as proxy:

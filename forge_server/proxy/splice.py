@@ -60,13 +60,17 @@ async def serve(engine: Engine, template: Template | None, ask: Ask) -> Served:
         raise Unspliceable(Fallback.CONSTRAINED)
     if ask.images:
         raise Unspliceable(Fallback.MEDIA)
-    tip = ask.answers.find(ask.asked, lambda call_id: _delivery(ask.forest, call_id))
-    if tip is not None and any(t.contains(template.marker) for t in tip.line()):
-        raise Unspliceable(Fallback.END_UNKNOWN)
+    try:
+        tip = ask.answers.find(ask.asked, lambda call_id: _delivery(ask.forest, call_id))
+        if tip is not None and any(t.contains(template.marker) for t in tip.line()):
+            raise Unspliceable(Fallback.END_UNKNOWN)
+    except Unspliceable:
+        if ask.body.get("tools"):  # it will be asked by its messages, and with some parsers by a grammar all the same
+            _refuse_grammar(await _rendered(engine, ask, None))
+        raise
     near = ask.answers.prompt(tip)
     rendered = await _rendered(engine, ask, near)
-    if rendered.sampling.get("structured_outputs"):  # with some parsers, every call with tools has them
-        raise Unspliceable(Fallback.CONSTRAINED)
+    _refuse_grammar(rendered)
     if tip is None:
         prompt, text = rendered.ids, rendered.text
     else:
@@ -112,6 +116,12 @@ async def serve(engine: Engine, template: Template | None, ask: Ask) -> Served:
     )
     whole = b",".join((text, found.completion_text)) if found.completion_text else text
     return Served(result, tip, Prompt(rendered.ids, rendered.text, whole))
+
+
+def _refuse_grammar(rendered: Rendered) -> None:
+    """With some parsers the engine samples every call with tools under a grammar."""
+    if rendered.sampling.get("structured_outputs"):
+        raise Unspliceable(Fallback.CONSTRAINED)
 
 
 def remember(
