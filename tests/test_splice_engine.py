@@ -119,6 +119,11 @@ async def test_render_tells_of_a_grammar(
     assert bool(rendered.sampling.get("structured_outputs")) == grammar
 
 
+async def test_this_engine_guides_no_tools(vllm_pool: EnginePool) -> None:
+    """Its parser is hermes."""
+    assert vllm_pool.template is not None and not vllm_pool.template.guides_tools
+
+
 async def test_a_given_prompt_is_what_the_engine_conditions_on(vllm_pool: EnginePool) -> None:
     """Logprobs after exact ids are those of the same ids as one prompt, whatever the template would make of it."""
     asked = body(3)

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 import sqlalchemy as sa
@@ -138,6 +139,18 @@ async def test_a_grammar_that_only_the_engine_knows_of_is_told_by_render(proxy: 
         assert (await Talk(proxy, client).ask(FLIGHT)).status_code == 200
     [row] = await proxy.rows()
     assert (row.mode, row.untrainable, row.flags) == ("record", "constrained", {"fallback": "constrained"})
+
+
+@pytest.mark.parametrize("forwarding", ["record", "auto"])
+async def test_no_call_of_an_engine_that_guides_tools_is_trained(tmp_path: Any, forwarding: str) -> None:
+    async with rig(f"sqlite:///{tmp_path}/forge.db", forwarding=forwarding) as proxy:
+        template = engine(proxy).template
+        assert template is not None
+        engine(proxy).template = msgspec.structs.replace(template, guides_tools=True)
+        async with proxy.client() as client:
+            await Talk(proxy, client).ask(FLIGHT)
+        [row] = await proxy.rows()
+        assert (row.mode, row.untrainable) == ("record", "constrained")
 
 
 @pytest.mark.parametrize("how", ["compacted", "the end is spelled out"])

@@ -40,7 +40,7 @@ class Template(msgspec.Struct, frozen=True):
     its text; ``closes_calls``: it ends one with tool calls too. ``opening``: what stands before an answer that is
     asked for, and not before the same answer in the history (an opened or an empty think block). ``edges``: (id,
     text) of the last tokens before an answer, with and without the opening: white space there may melt into one
-    token with that of the answer.
+    token with that of the answer. ``guides_tools``: every answer that may call tools is sampled under a grammar.
     """
 
     closing: int
@@ -48,6 +48,7 @@ class Template(msgspec.Struct, frozen=True):
     closes_calls: bool = True
     opening: tuple[int, ...] = ()
     edges: tuple[tuple[int, str], ...] = ()
+    guides_tools: bool = False
 
 
 class Rendered(msgspec.Struct, frozen=True):

@@ -98,7 +98,23 @@ async def _template(client: EngineClient) -> Template:
         closes_calls=await _closes_calls(client, closing, head),
         opening=tuple(question[head:]),
         edges=tuple([(edge, await detokenize(client, [edge])) for edge in sorted(edges)]),
+        guides_tools=await _guides_tools(client),
     )
+
+
+async def _guides_tools(client: EngineClient) -> bool:
+    """Whether the engine's tool parser has a grammar for calls that nobody has asked for."""
+    function = {"name": "f", "parameters": {"type": "object", "properties": {}}}
+    body = {
+        "messages": [{"role": "user", "content": "x"}],
+        "tools": [{"type": "function", "function": function}],
+        "max_tokens": 1,
+    }
+    try:
+        rendered = await render(client, body, request_id="forge-template")
+    except EngineRefused:  # it takes no tools
+        return False
+    return bool(rendered.sampling.get("structured_outputs"))
 
 
 async def _closes_calls(client: EngineClient, closing: int, head: int) -> bool:

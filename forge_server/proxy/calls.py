@@ -243,7 +243,7 @@ class Calls:
             result,
             policy,
             label=flight.label,
-            constrained=pinned.constrained or passage.flags.get("fallback") == Fallback.CONSTRAINED,
+            constrained=passage.guided or passage.flags.get("fallback") == Fallback.CONSTRAINED,
             mixed=passage.mixed,
             versions=passage.versions,
             media=media,
@@ -343,13 +343,15 @@ class Calls:
         passage.served = passage.asked = None
         passage.flags.pop("fallback", None)
         template = self._engine.template
+        guides = template is not None and template.guides_tools
+        passage.guided = pinned.constrained or (guides and bool(pinned.body.get("tools")))
         if policy.forwarding == "splice" or (policy.forwarding == "auto" and template is not None):
             session.recover(template)
             passage.asked = asked = session.answers.asked(policy.model, flight.turn, keys)
             ask = splice.Ask(
                 asked=asked,
                 body=pinned.body,
-                constrained=pinned.constrained,
+                constrained=passage.guided,
                 images=bool(session.transcript.images(keys)),
                 answers=session.answers,
                 forest=session.forest,
@@ -430,7 +432,7 @@ class _Passage:
         self.version = 0
         self.held_ms = self.engine_ms = 0.0
         self.asked_at = 0.0  # monotonic
-        self.mixed = False
+        self.guided = self.mixed = False  # sampled under a grammar; perhaps by two versions
         self.versions: frozenset[int] = frozenset()  # those that can have been in force
         self.asked: Asked | None = None
         self.served: splice.Served | None = None
