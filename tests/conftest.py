@@ -9,11 +9,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 from engine_fixtures import tiny_model, vllm_pool, vllm_server  # noqa: F401
 
 if TYPE_CHECKING:
     from kube.cluster import Cluster
+
+
+# On a busy machine any example may take long: how long is no property of what is tested.
+hypothesis.settings.register_profile(
+    "forge", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("forge")
 
 
 def cache_folder() -> Path:
