@@ -15,6 +15,7 @@ from typing import Any
 
 import sqlalchemy as sa
 from harness_policies import INSTRUCTION
+from ports import free_port
 from scripted_engine import ScriptedEngine
 
 from forge_server.client.http import ForgeClient
@@ -31,7 +32,7 @@ from forge_server.store.database import Store
 from forge_server.trajectory.attempt import cut
 from forge_server.trajectory.check import Violation
 
-LIMIT_S = 120.0
+LIMIT_S = 300.0
 
 
 class ServerProcess:
@@ -39,7 +40,7 @@ class ServerProcess:
 
     def __init__(self, folder: Path, engine: ScriptedEngine) -> None:
         self.folder, self._window = folder, engine.window
-        ports = [_free(), _free()]
+        ports = [free_port(), free_port()]
         self.url, self._control = (f"http://127.0.0.1:{port}" for port in ports)
         (folder / "forge.toml").write_text(
             f"[server]\nport = {ports[0]}\ncontrol_port = {ports[1]}\n"
@@ -171,12 +172,6 @@ def run_outside(served: ServerProcess, spec: Spec, folder: Path) -> Outside:
 def _calls(store: Store, attempt_id: str) -> list[Any]:
     query = sa.select(t.calls).where(t.calls.c.attempt_id == attempt_id).order_by(t.calls.c.seq)
     return list(store.read_now(lambda c: c.execute(query).all()))
-
-
-def _free() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port: int = sock.getsockname()[1]
-        return port
 
 
 def _wait(holds: Callable[[], bool]) -> None:

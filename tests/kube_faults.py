@@ -22,6 +22,7 @@ import sqlalchemy as sa
 from kube.cluster import Cluster
 from kube_cutter import cutter
 from kube_rig import BUSYBOX, KubeRig, apply, kube_rig, namespace
+from ports import free_port
 from runner_support import Reply, tool
 from scheduler_rig import CALL, script_spec, solve
 
@@ -70,7 +71,7 @@ class Came(Counter[str]):
     why: list[tuple[str, Any]]
 
 
-async def told(kube: KubeRig, n: int, *, within: float = 90.0) -> Came:
+async def told(kube: KubeRig, n: int, *, within: float = 180.0) -> Came:
     """What became of the attempts of ``n`` rollouts, once what must hold after every fault was seen to hold."""
     it = kube.it
     await it.ended(n, within)
@@ -106,7 +107,7 @@ def details(attempt: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-async def seen(holds: Callable[[], object], within: float = 60.0) -> None:
+async def seen(holds: Callable[[], object], within: float = 150.0) -> None:
     """Wait for what no event tells."""
     async with asyncio.timeout(within):
         while not holds():
@@ -117,14 +118,14 @@ def ended_as(kube: KubeRig, kind: str) -> list[str | None]:
     return [row.attempt_id for row in kube.it.of("attempt_ended") if row.data["kind"] == kind]
 
 
-async def running(kube: KubeRig, n: int, within: float = 60.0) -> None:
+async def running(kube: KubeRig, n: int, within: float = 150.0) -> None:
     await kube.it.until(lambda: len(kube.it.of("attempt_running")) >= n, within)
 
 
 async def called(kube: KubeRig, n: int) -> None:
     """Wait until ``n`` attempts have made a call: what follows is not a harness without calls."""
     query = sa.select(sa.func.count(sa.distinct(t.calls.c.attempt_id)))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(150):
         while await kube.it.store.read(lambda c: c.execute(query).scalar_one()) < n:
             await asyncio.sleep(0.1)
 
@@ -193,7 +194,7 @@ async def image_slow(cluster: Cluster, folder: Path) -> str:
     with socket.create_server((cluster.machine, 0)) as registry:
         image = f"{cluster.machine}:{registry.getsockname()[1]}/slow:1"
         values = {"pull_policy": "IfNotPresent"}
-        async with server(cluster, folder, image=image, values=values, startup_s=6.0) as kube:
+        async with server(cluster, folder, image=image, values=values, startup_s=12.0) as kube:
             await kube.it.group(n=1, max_attempts=1)
             found = await told(kube, 1)
             expect(found, {"startup_timeout": 1})
@@ -310,9 +311,9 @@ async def nodes_full(cluster: Cluster, folder: Path) -> str:
     async with server(cluster, folder, in_flight=4, limits=limits, plan=plan) as kube:
         work = kube.it.model = Work()
         await kube.it.group(n=4, max_attempts=1)
-        await kube.it.until(lambda: len(ended_as(kube, "unschedulable")) >= 2, 60)
+        await kube.it.until(lambda: len(ended_as(kube, "unschedulable")) >= 2, 150)
         work.done = True
-        found = await told(kube, 4, within=120)
+        found = await told(kube, 4, within=240)
         assert found["completed"] == 4 and set(found) == {"completed", "unschedulable"}, found
         return words(found, "unschedulable ones uncharged")
 
@@ -360,16 +361,15 @@ async def api_killed(cluster: Cluster, folder: Path) -> str:
         cache._version = "1"
         await asyncio.to_thread(cluster.release, "apiserver")
         work.done = True
-        found = await told(kube, 6, within=120)
+        found = await told(kube, 6, within=240)
         assert found == {"completed": 6} and cache.counts["expired"] >= 1, (found, cache.counts)
         return words(found, f"{cache.counts['expired']} x 410, {cache.counts['list']} lists")
 
 
 async def server_killed(cluster: Cluster, folder: Path, n: int = 6, up: int = 3, nap_s: float = 1.0) -> str:
     """SIGKILL while some pods are up and others are being launched; the next life finds them all."""
-    with namespace(cluster) as name, socket.create_server((cluster.machine, 0)) as probe:
-        port = probe.getsockname()[1]
-        probe.close()
+    with namespace(cluster) as name:
+        port = free_port(cluster.machine)
         command = [sys.executable, str(HERE / "kube_victim.py"), str(folder), str(cluster.state), name]
         victim = subprocess.Popen([*command, str(port), str(n), str(up), str(nap_s)], stdout=subprocess.PIPE)
         try:
@@ -467,10 +467,10 @@ async def kubelet_killed(cluster: Cluster, folder: Path) -> str:
         there = sum(p["spec"]["nodeName"] == node for p in kube.pods())
         await asyncio.to_thread(cluster.kill, f"kubelet-{node}", hold=True)
         try:
-            await kube.it.until(lambda: len(ended_as(kube, "node_lost")) >= there, 120)
-            await running(kube, 4 + there, 90)
+            await kube.it.until(lambda: len(ended_as(kube, "node_lost")) >= there, 240)
+            await running(kube, 4 + there, 180)
             work.done = True
-            found = await told(kube, 4, within=120)
+            found = await told(kube, 4, within=240)
         finally:
             await asyncio.to_thread(cluster.release, f"kubelet-{node}")
             await asyncio.to_thread(cluster.until_ready)
@@ -500,10 +500,10 @@ async def _dead(cluster: Cluster, folder: Path, *, untold: bool) -> str:
             await asyncio.to_thread(cluster.kill_containers, node)
             for name in there if untold else ():
                 cluster.call("PATCH", f"/api/v1/namespaces/{kube.namespace}/pods/{name}/status", _BEGINNING)
-            await kube.it.until(lambda: len(ended_as(kube, "node_lost")) >= len(there), 120)
-            await running(kube, 4 + len(there), 90)
+            await kube.it.until(lambda: len(ended_as(kube, "node_lost")) >= len(there), 240)
+            await running(kube, 4 + len(there), 180)
             work.done = True
-            found = await told(kube, 4, within=120)
+            found = await told(kube, 4, within=240)
         finally:
             await asyncio.to_thread(cluster.release, f"kubelet-{node}")
             await asyncio.to_thread(cluster.until_ready)
@@ -547,7 +547,7 @@ async def too_many_requests(cluster: Cluster, folder: Path) -> str:
         await asyncio.to_thread(narrow.up)
         async with server(narrow, folder, in_flight=60, limits=Limits(unschedulable_s=600)) as kube:
             await kube.it.group(n=60, max_attempts=1)
-            await kube.it.until(lambda: len(kube.it.of("attempt_launched")) == 60, 120)
+            await kube.it.until(lambda: len(kube.it.of("attempt_launched")) == 60, 240)
             await kube.until_pods(lambda pods: len(pods) == 60)
             assert not kube.it.of("attempt_ended")
             for row in kube.it.of("attempt_launched"):

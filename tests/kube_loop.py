@@ -3,13 +3,13 @@ trainer is a Job that borrows this machine's veRL and files, the server is a pro
 
 import json
 import re
-import socket
 from pathlib import Path
 from typing import Any
 
 from kube import images
 from kube.cluster import Cluster
 from kube_rig import BUSYBOX, RUNNER
+from ports import free_port
 from whole_loop import Lab
 
 from forge_server import assets
@@ -86,18 +86,11 @@ def trainer_template(folder: Path, environment: Path) -> None:
     (folder / "trainer-job.yaml.j2").write_text(text)
 
 
-def _free_ports(address: str) -> tuple[int, int]:
-    with socket.socket() as one, socket.socket() as other:
-        one.bind((address, 0))
-        other.bind((address, 0))
-        return int(one.getsockname()[1]), int(other.getsockname()[1])
-
-
 def move_into(file: Path, cluster: Cluster, namespace: str, trainer: Path) -> None:
     """Change a forge.toml: from now on attempts and trainer are in ``namespace``. The folder above the file's is seen
     by the trainer under the same path; ``trainer`` is veRL's environment."""
     trainer_template(file.parent / "templates", trainer)
-    pods, control = _free_ports(cluster.machine)
+    pods, control = free_port(cluster.machine), free_port(cluster.machine)
     address = f'host = "{cluster.machine}"\ncontrol_host = "{cluster.machine}"\n'
     text = re.sub(r"(?m)^port = 0\b.*$", f"port = {pods}", file.read_text())
     text = re.sub(r"(?m)^control_port = 0\b.*$", f"control_port = {control}", text)

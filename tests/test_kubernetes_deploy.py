@@ -6,7 +6,6 @@ where they are enforced is tried with rules of routing in their place.
 
 import contextlib
 import json
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import pytest
 import yaml
 from kube.cluster import Cluster
 from kube_rig import BUSYBOX, RUNNER, namespace
+from ports import free_port
 from test_kubernetes_templates import GOLDEN
 
 pytestmark = pytest.mark.kubernetes
@@ -143,9 +143,7 @@ def test_an_api_server_that_is_away_is_told(cluster: Cluster, tmp_path: Path) ->
 
 def test_a_probe_tells_that_policies_are_not_enforced_here(cluster: Cluster, tmp_path: Path) -> None:
     with namespace(cluster) as name:
-        with socket.socket() as free:
-            free.bind((cluster.machine, 0))
-            port = int(free.getsockname()[1])
+        port = free_port(cluster.machine)
         folder = settings(cluster, tmp_path, name)
         file = folder / "forge.toml"
         file.write_text(file.read_text().replace("port = 0", f"port = {port}"))

@@ -9,6 +9,7 @@ import pytest
 from api_rig import eventually, settings
 from forge_tui.app import ForgeApp
 from forge_tui.trouble import TroubleScreen
+from ports import free_port
 from textual.pilot import Pilot
 from tui_world import NOW, dashboard, press, settled, shown, world
 
@@ -35,7 +36,7 @@ async def server_on(folder: Path, port: int) -> AsyncIterator[Server]:
 
 async def until(app: ForgeApp, pilot: Pilot[None], text: str) -> None:
     """The screen shows ``text``; it is asked as often as a person would wait."""
-    async with asyncio.timeout(60.0):
+    async with asyncio.timeout(240.0):
         while text not in shown(app):
             app.action_again()
             await asyncio.sleep(0.05)
@@ -43,9 +44,9 @@ async def until(app: ForgeApp, pilot: Pilot[None], text: str) -> None:
 
 
 async def test_a_server_that_goes_and_comes_back(tmp_path: Path) -> None:
-    async with server_on(tmp_path, 0) as server:
+    port = free_port()
+    async with server_on(tmp_path, port) as server:
         url = server.listening.control_url
-    port = int(url.rpartition(":")[2])
     with ForgeClient(url, KEY) as client:
         app = ForgeApp(client, clock=lambda: NOW)
         async with app.run_test(size=SIZE) as pilot:
@@ -71,9 +72,9 @@ async def test_a_server_that_goes_and_comes_back(tmp_path: Path) -> None:
 
 
 async def test_a_database_that_was_exchanged_is_read_anew(tmp_path: Path) -> None:
-    async with server_on(tmp_path / "a", 0) as server:
+    port = free_port()
+    async with server_on(tmp_path / "a", port) as server:
         url = server.listening.control_url
-    port = int(url.rpartition(":")[2])
     with ForgeClient(url, KEY) as client:
         app = ForgeApp(client, clock=lambda: NOW)
         async with app.run_test(size=SIZE) as pilot:
