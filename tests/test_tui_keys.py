@@ -42,7 +42,7 @@ class Notices:
         notify = app.notify
 
         def heard(message: str, **more: Any) -> None:
-            self._said.append(message)
+            self._said.append(f"{more.get('title', '')}: {message}")
             notify(message, **more)
 
         monkeypatch.setattr(app, "notify", heard)
@@ -51,6 +51,11 @@ class Notices:
         """Wait until what is told next is there: it must have the text in it."""
         await eventually(lambda: bool(self._said))
         assert text in self._said.pop(0)
+
+    async def told(self, text: str) -> None:
+        """Wait until it is told, whatever else was before."""
+        await eventually(lambda: any(text in said for said in self._said))
+        self._said.clear()
 
 
 def keys_of(holder: type) -> set[str]:
@@ -206,45 +211,52 @@ async def test_steering_asks_first_and_shows_what_came_of_it(
 
         async with app.run_test(size=size, notifications=True) as pilot:
             await settled(app, pilot)
-            keys = Keys(app, pilot)
+            keys, notices = Keys(app, pilot), Notices(app, monkeypatch)
             for no in ("n", "escape", "enter"):  # enter is on No
                 assert "Pause run demo?" in await keys("p")
                 await keys(no)
                 assert await of_run("state") == "active"
-            screen = await keys("p", "y")
+            await keys("p", "y")
+            await notices.told("demo is paused")
             assert await of_run("state") == "paused"
-            assert "demo is paused" in screen
             app._overview_at = float("-inf")
             await settled(app, pilot)
             assert "paused by a person" in shown(app)
             assert "Resume run demo?" in await keys("p")
             await keys("y")
+            await notices.told("demo is active")
             assert await of_run("state") == "active"
 
             await keys("i")
             app.screen.query_one(Input).value = "21"
             assert "Keep 21 attempts in flight instead of 8?" in await keys("enter")
             await keys("y")
+            await notices.told("21 attempts in flight from now on")
             assert api.server.scheduler.in_flight == 21
 
             # one that goes on is cancelled, one that has ended cannot be
             await keys("2", "c", "y")
+            await notices.told(f"{rollout_id(42)} is cancelled")
             found = await app.ask(lambda: app.client.rollout(rollout_id(42)))
             assert found.rollout.outcome == "cancelled"
             await keys("down", "t", "y")
+            await notices.told(f"{rollout_id(41)} is pending")
             found = await app.ask(lambda: app.client.rollout(rollout_id(41)))
             assert found.rollout.state == "pending"
             app.open_rollout(rollout_id(FEATURED))
             await settled(app, pilot)
-            assert "refused" in await keys("t", "y")
+            await keys("t", "y")
+            await notices.told("refused")
             await keys("escape")
 
             assert "It cannot be resumed" in await keys("x")
             await keys("y")
+            await notices.told("demo is cancelled")
             assert await of_run("state") == "cancelled"
             app._overview_at = float("-inf")
             await settled(app, pilot)
-            assert "no run that goes on" in await keys("p")
+            await keys("p")
+            await notices.told("no run that goes on")
             await keys("q")
         assert not app.is_running
         assert keys_of(dialogs.Confirm) <= keys.pressed

@@ -23,6 +23,7 @@ from api_rig import Rig, rig
 from forge_tui.app import ForgeApp
 from sqlalchemy import Connection
 from textual.pilot import Pilot
+from textual.screen import ModalScreen
 
 from forge_server.api import cost, overview
 from forge_server.client.http import ForgeClient
@@ -83,16 +84,22 @@ async def world(
         yield made_rig
 
 
+def busy(app: ForgeApp) -> bool:
+    """Something is being read, or done for a person who is not being asked about it just now."""
+    steering = any(worker.group == "steer" and not worker.is_finished for worker in app.workers)
+    return not app.idle or (steering and not isinstance(app.screen, ModalScreen))
+
+
 async def settled(app: ForgeApp, pilot: Pilot[Any]) -> None:
     """What is due was read and painted."""
-    async with asyncio.timeout(30.0):
+    async with asyncio.timeout(150.0):
         for _ in range(2):
             await pilot.pause()
-            while not app.idle or app.feed.state == "connecting":  # noqa: ASYNC110 - its threads tell nobody
+            while busy(app) or app.feed.state == "connecting":  # noqa: ASYNC110 - its threads tell nobody
                 await asyncio.sleep(0.01)
             app.flush()
             await pilot.pause()
-        while not app.idle:  # noqa: ASYNC110
+        while busy(app):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         await pilot.pause()
 
@@ -114,7 +121,7 @@ def shown(app: ForgeApp) -> str:
 async def dashboard(world_rig: Rig, **options: Any) -> AsyncIterator[ForgeApp]:
     """An app on that server; not yet running."""
     server = world_rig.server
-    with ForgeClient(server.listening.control_url, server.admin_key, timeout_s=20.0) as client:
+    with ForgeClient(server.listening.control_url, server.admin_key, timeout_s=120.0) as client:
         yield ForgeApp(client, clock=lambda: NOW, **options)
 
 
