@@ -33,7 +33,7 @@ async def test_i1_calls_in_flight_at_a_kill_end_as_server_lost(database_url: str
     )
     assert child.stdout is not None
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             url, attempt = (await child.stdout.readline()).decode().split()
         former = Rig.__new__(Rig)
         former.attempt, former.url = attempt, url
