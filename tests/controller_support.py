@@ -42,7 +42,7 @@ from forge_server.lifecycle.apply import Lifecycle
 from forge_server.store import instance, keys
 from forge_server.store import tables as t
 from forge_server.store.database import Store
-from forge_server.trainer.errors import Fenced, RunEnded
+from forge_server.trainer.errors import Fenced, LinkFailed, RunEnded
 from forge_server.trainer.link import Link
 from forge_server.trajectory import codec
 
@@ -264,9 +264,16 @@ class FakeTrainer:
         self.batches: dict[int, str] = {}
 
     async def open(self, resume_step: int = 0) -> Any:
-        return await asyncio.to_thread(
-            self.link.open, world_size=1, resume_step=resume_step, resume_manifest_sha256=None
-        )
+        """A server that answers that the run is not so far is waited for."""
+        async with asyncio.timeout(LIMIT_S):
+            while True:
+                try:
+                    return await asyncio.to_thread(
+                        self.link.open, world_size=1, resume_step=resume_step, resume_manifest_sha256=None
+                    )
+                except LinkFailed as error:
+                    if "is away: HTTP 503" not in str(error):
+                        raise
 
     async def batch(self, k: int) -> bytes | None:
         return await asyncio.to_thread(self.link.poll_batch, k)
