@@ -81,7 +81,7 @@ class Lab:
         (folder / "forge.toml").write_text(SETTINGS.format(model=model, window=window))
         self._process: subprocess.Popen[bytes] | None = None
 
-    def up(self, limit_s: float = 60.0) -> int:
+    def up(self, limit_s: float = 300.0) -> int:
         """Start the server; returns its pid once the control listener answers."""
         (self.data / "control.url").unlink(missing_ok=True)
         with (self.folder / "server.log").open("ab") as log:
@@ -103,7 +103,7 @@ class Lab:
         """SIGKILL, as the kernel does it when memory runs out."""
         assert self._process is not None
         self._process.kill()
-        self._process.wait(30)
+        self._process.wait(120)
 
     def down(self) -> None:
         """An orderly stop: everything that must not outlive the server is gone on return."""
