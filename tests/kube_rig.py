@@ -75,7 +75,7 @@ class KubeRig:
         found: list[dict[str, Any]] = self.cluster.get(f"/api/v1/namespaces/{self.namespace}/pods")["items"]
         return found
 
-    async def until_pods(self, holds: Callable[[list[dict[str, Any]]], Any], within: float = 60.0) -> Any:
+    async def until_pods(self, holds: Callable[[list[dict[str, Any]]], Any], within: float = 120.0) -> Any:
         """Wait until the pods are as wanted."""
         until = time.monotonic() + within
         while True:

@@ -6,6 +6,7 @@ attempt must not reach is on loopback of another machine here, or asks for a key
 
 import json
 import socket
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -81,8 +82,16 @@ def attack(lab: Lab, name: str, *, max_seconds: float = 60.0, **given: Any) -> R
     assert not [line for line in result.log.splitlines() if line.startswith(HOLES)], result.log
     assert result.reward in (0.0, None), result.explain()
     for attempt in lab.client.rollout(result.rollout_id).attempts:
-        assert processes_of(user_of(attempt.id)) == []
+        eventually_none(user_of(attempt.id))
     return result
+
+
+def eventually_none(uid: int) -> None:
+    """No process is left: the cluster ends those of a pod that has not ended by itself."""
+    until = time.monotonic() + 120
+    while found := processes_of(uid):
+        assert time.monotonic() < until, found
+        time.sleep(0.05)
 
 
 def test_it_reaches_nothing_but_inference_with_its_own_key(lab: Lab, cluster: Cluster) -> None:
@@ -116,7 +125,7 @@ def test_its_key_ends_with_its_attempt(lab: Lab) -> None:
         {"authorization": request.headers["authorization"]},
     )
     with pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.urlopen(again, timeout=20)
+        urllib.request.urlopen(again, timeout=120)
     assert caught.value.code == 409
 
 

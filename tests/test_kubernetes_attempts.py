@@ -12,7 +12,7 @@ async def test_attempts_run_in_busybox_alone(cluster, tmp_path):
         it = kube.it
         it.model = solve
         await it.group(n=4)
-        ended = await it.ended(4, within=90)
+        ended = await it.ended(4, within=240)
         assert [row.data["outcome"] for row in ended] == ["completed"] * 4, await it.log("runner")
         assert {row.data["reward"] for row in ended} == {1.0}
         assert await it.log("harness") == "react: 2 calls\n" * 4

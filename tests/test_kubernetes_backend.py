@@ -40,7 +40,7 @@ class World:
         self.gone.append(gone)
 
     async def until(self, holds: Callable[[], Any]) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(150):
             while not holds():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
@@ -79,7 +79,7 @@ async def world(folder: Path, **changes: Any) -> AsyncIterator[World]:
         try:
             yield it
         finally:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(100):
                 await backend.close(1.0)
 
 
@@ -205,7 +205,7 @@ async def test_credentials_are_read_again(tmp_path: Path) -> None:
         assert "401" in it.backend.trouble and not waiting.done()
         server = it.backend._pods.server
         kubeconfig(tmp_path, server, "second")
-        await asyncio.wait_for(waiting, 20)
+        await asyncio.wait_for(waiting, 100)
 
 
 async def test_what_is_given_up_on_before_it_was_created_never_is(tmp_path: Path) -> None:
@@ -215,10 +215,10 @@ async def test_what_is_given_up_on_before_it_was_created_never_is(tmp_path: Path
         await it.until(lambda: it.backend.full)
         stopping = asyncio.create_task(it.backend.stop("at-1", 1.0))
         with pytest.raises(LaunchFailed, match="given up on"):
-            await asyncio.wait_for(waiting, 10)
+            await asyncio.wait_for(waiting, 100)
         it.api.quota = None
         await it.backend.running()  # nothing is launching and nothing is there: the wait is over
-        await asyncio.wait_for(stopping, 10)
+        await asyncio.wait_for(stopping, 100)
         assert it.api.pods == {}
 
 
@@ -230,8 +230,8 @@ async def test_what_is_given_up_on_while_it_is_created_is_deleted(tmp_path: Path
         stopping = asyncio.create_task(it.backend.stop("at-1", 1.0))
         await it.until(lambda: it.api.deletes)
         it.api.held.set()
-        await asyncio.wait_for(waiting, 10)
-        await asyncio.wait_for(stopping, 10)
+        await asyncio.wait_for(waiting, 100)
+        await asyncio.wait_for(stopping, 100)
         assert it.api.pods == {} and it.gone == []
 
 
@@ -294,7 +294,7 @@ async def test_a_fact_is_a_row_before_its_pod_is_deleted(tmp_path: Path) -> None
 
 
 async def test_a_failed_pod_may_be_kept_to_be_looked_at(tmp_path: Path) -> None:
-    async with world(tmp_path, keep_failed_s=1.0) as it:
+    async with world(tmp_path, keep_failed_s=3.0) as it:
         await it.launched()
         await it.api.status("at-1", phase="Failed", containerStatuses=[STOPPED])
         await it.until(lambda: it.gone)
@@ -311,11 +311,11 @@ async def test_a_pod_that_does_not_leave_is_removed_by_force(
         it.api.lingering = True
         await it.launched()
         stopping = asyncio.create_task(it.backend.stop("at-1", 1.0))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(150):
             while it.api.pods:
                 await it.backend.running()
                 await asyncio.sleep(0.05)
-        await asyncio.wait_for(stopping, 10)
+        await asyncio.wait_for(stopping, 100)
         graces = [grace for _, grace in it.api.deletes]
         assert graces[0] == 1 and graces.index(0) == len(graces) - 1 and it.gone == []
 

@@ -17,7 +17,7 @@ async def test_faults_of_attempts(cluster: Cluster, tmp_path: Path) -> None:
         folder = tmp_path / str(number)
         folder.mkdir()
         try:
-            async with asyncio.timeout(180):
+            async with asyncio.timeout(500):
                 print(f"{name}: {await kube_faults.APART[name](cluster, folder)}")
         except Exception as error:
             error.add_note(name)

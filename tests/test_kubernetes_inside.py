@@ -113,7 +113,7 @@ def _until(cluster: Cluster, namespace: str, name: str) -> dict[str, Any]:
 
 
 def _wait(holds: Any, what: str, why: Any = str) -> None:
-    until = time.monotonic() + 120
+    until = time.monotonic() + 400
     while not holds():
         assert time.monotonic() < until, f"{what}: {why()}"
         time.sleep(0.2)
@@ -121,7 +121,7 @@ def _wait(holds: Any, what: str, why: Any = str) -> None:
 
 def _readyz(url: str) -> dict[str, tuple[bool, str]]:
     try:
-        with urllib.request.urlopen(url, timeout=10) as answer:
+        with urllib.request.urlopen(url, timeout=100) as answer:
             body = json.load(answer)
     except urllib.error.HTTPError as error:  # the engine is not configured
         body = json.load(error)

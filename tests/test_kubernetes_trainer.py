@@ -106,7 +106,7 @@ async def test_why_a_trainer_died_is_told_and_its_log_is_kept(cluster: Cluster, 
     async with world(cluster, tmp_path) as it:
         script = 'test "$KEY" = fk-secret && echo "Error: the GPU fell off" >&2; exit 3'
         trainer = await it.launcher(script).launch(job(tmp_path))
-        reason = await asyncio.wait_for(trainer.wait(), 60)
+        reason = await asyncio.wait_for(trainer.wait(), 150)
         assert "BackoffLimitExceeded" in reason and '"exit":3' in reason
         assert reason.endswith("its last words: Error: the GPU fell off")
         assert "fell off" in (tmp_path / "run" / "trainer.log").read_text()
@@ -119,11 +119,11 @@ async def test_a_job_that_cannot_begin_or_is_taken_away_ends_the_wait(
 ) -> None:
     async with world(cluster, tmp_path) as it:
         trainer = await it.launcher("true", "localhost/nowhere:1").launch(job(tmp_path))
-        assert "image_pull" in await asyncio.wait_for(trainer.wait(), 60)
+        assert "image_pull" in await asyncio.wait_for(trainer.wait(), 150)
         trainer = await it.launcher("sleep 600").launch(job(tmp_path))
         path = f"/apis/batch/v1/namespaces/{it.namespace}/jobs/{NAME}"
         await asyncio.to_thread(cluster.call, "DELETE", path, {"propagationPolicy": "Background"})
-        assert await asyncio.wait_for(trainer.wait(), 60) == "its Job was deleted"
+        assert await asyncio.wait_for(trainer.wait(), 150) == "its Job was deleted"
 
 
 async def test_an_api_server_that_is_away_delays_a_trainer_and_ends_nothing(
@@ -139,10 +139,10 @@ async def test_an_api_server_that_is_away_delays_a_trainer_and_ends_nothing(
             assert done == set()
         finally:
             cluster.release("apiserver")
-        await asyncio.wait_for(launching, 120)
+        await asyncio.wait_for(launching, 200)
         assert len(it.uids("jobs")) == 1
         await it.launcher("true").sweep(RUN)
-        assert await asyncio.wait_for(waiting, 60) == "its Job was deleted"
+        assert await asyncio.wait_for(waiting, 150) == "its Job was deleted"
 
 
 async def test_a_missing_right_is_told(cluster: Cluster, tmp_path: Path) -> None:
