@@ -26,10 +26,10 @@ IMPATIENT = msgspec.structs.replace(
     name="gemini-impatient",
     install=msgspec.structs.replace(GEMINI.install, env=GEMINI.name),
     files=tuple(
-        msgspec.structs.replace(file, content=file.content.replace('"3600"', '"2"')) for file in GEMINI.files
+        msgspec.structs.replace(file, content=file.content.replace('"3600"', '"5"')) for file in GEMINI.files
     ),
 )
-"""Gemini CLI that waits two seconds for headers."""
+"""Gemini CLI that waits five seconds for headers."""
 
 
 @pytest.fixture(scope="module")
