@@ -51,7 +51,7 @@ class Rig:
         return list(answer.json()["items"])
 
 
-async def eventually(holds: Callable[[], bool], limit_s: float = 30.0) -> None:
+async def eventually(holds: Callable[[], bool], limit_s: float = 120.0) -> None:
     """Wait until it holds; TimeoutError after ``limit_s``."""
     async with asyncio.timeout(limit_s):
         while not holds():  # noqa: ASYNC110 - the state of something that tells nobody
@@ -86,7 +86,7 @@ def client(server: Server, key: str | None = None) -> httpx.AsyncClient:
     key = server.admin_key if key is None else key
     headers = {"authorization": f"Bearer {key}"} if key else {}
     return httpx.AsyncClient(
-        base_url=server.listening.control_url, headers=headers, trust_env=False, timeout=30.0
+        base_url=server.listening.control_url, headers=headers, trust_env=False, timeout=120.0
     )
 
 

@@ -184,7 +184,7 @@ class FakeEngine:
         return web.json_response({"results": [{"path": str(weights)}]})
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
     """Wait until ``condition`` holds; AssertionError when it does not in time."""
     deadline = asyncio.get_running_loop().time() + timeout_s
     while not condition():

@@ -235,7 +235,7 @@ class Lab:
         self.process.stdin.flush()
         return self.process
 
-    def run(self, pod: FakePod, *, code: int = 0, within: float = 60.0, **changes: Any) -> FakePod:
+    def run(self, pod: FakePod, *, code: int = 0, within: float = 300.0, **changes: Any) -> FakePod:
         """Run the attempt to its end."""
         process = self.begin(pod, **changes)
         assert process.wait(within) == code
@@ -245,6 +245,6 @@ class Lab:
         if self.process is not None:
             if self.process.poll() is None:
                 self.process.kill()
-                self.process.wait(10)
+                self.process.wait(60)
             assert self.process.stdin is not None
             self.process.stdin.close()

@@ -99,7 +99,7 @@ class Rig:
         self.rows.append(row)
         self.changed.set()
 
-    async def until(self, what: Callable[[], Any], within: float = 30.0) -> Any:
+    async def until(self, what: Callable[[], Any], within: float = 120.0) -> Any:
         """Wait until ``what()`` is true; it is asked again after every event."""
         async with asyncio.timeout(within):
             while not (found := what()):
@@ -132,12 +132,12 @@ class Rig:
         assert (await self.lifecycle.apply(created)).applied
         return group_id
 
-    async def ended(self, n: int = 1, within: float = 60.0) -> list[EventRow]:
+    async def ended(self, n: int = 1, within: float = 180.0) -> list[EventRow]:
         """Wait for ``n`` rollouts to end."""
         await self.until(lambda: len(self.of("rollout_ended")) >= n, within)
         return self.of("rollout_ended")
 
-    async def quiet(self, within: float = 30.0) -> None:
+    async def quiet(self, within: float = 120.0) -> None:
         """Wait until no runner is left."""
         async with asyncio.timeout(within):
             for runner in tuple(self.backend._runners.values()):
@@ -206,7 +206,7 @@ async def rig(
         limits = PlanOptions(
             model="forge",
             window=32768,
-            **{"heartbeat_s": 0.5, "grace_s": 0.5, "verify_s": 20.0, **(plan or {})},
+            **{"heartbeat_s": 0.5, "grace_s": 0.5, "verify_s": 60.0, **(plan or {})},
         )
         plans = Plans(it.store, all_specs, tasks or Tasks(), limits)
         path = folder / "pod.sock"

@@ -133,10 +133,10 @@ async def test_a_failing_part_ends_the_server(tmp_path: Path) -> None:
     plain = settings(tmp_path)
     stop = asyncio.Event()
     with pytest.raises(RuntimeError, match="deliveries has ended"):
-        async with running(plain) as server, asyncio.timeout(30):
+        async with running(plain) as server, asyncio.timeout(120):
             server._background[0].cancel()
             await server.failed
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         task = asyncio.create_task(serve(plain, stop))
         await eventually((tmp_path / "forge-data" / "control.url").exists)
         stop.set()
@@ -179,7 +179,7 @@ async def test_a_stop_while_it_starts_gives_up_the_start(
 
     monkeypatch.setattr(Policies, "serving", hang)
     stop = asyncio.Event()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         task = asyncio.create_task(serve(settings(tmp_path), stop))
         await reached.wait()
         stop.set()

@@ -20,7 +20,7 @@ from forge_server.client.schemas import TaskCreate
 
 FORGE = [sys.executable, "-m", "forge_server.cli"]
 QUIET = "[server]\nport = 0\ncontrol_port = 0\n"
-LIMIT_S = 60.0
+LIMIT_S = 180.0
 
 
 def environ() -> dict[str, str]:

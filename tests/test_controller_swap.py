@@ -52,7 +52,7 @@ async def test_i9_a_step_that_is_not_written_is_written_before_the_gate_opens(
         await store.write(lambda c: _insert(c, second))
         gate, weights = FakeGate(), FakeWeights()
         events.trouble = [(step, written)] * 2
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(100):
             await Swapper(policies, events, weights, gate, drain_s=1.0).load(1)
         assert gate.holds == 0 and weights.loaded == [1] and policies.current == 1
         states = [(row.version, row.state) for row in await policies.versions()]

@@ -152,11 +152,11 @@ async def test_nothing_listening_was_never_sent() -> None:
 async def test_cancelling_a_call_closes_its_connection(fake: FakeEngine, client: EngineClient) -> None:
     fake.chat_hang.clear()
     call = asyncio.create_task(client.chat(BODY, request_id="r"))
-    await asyncio.wait_for(fake.arrived.wait(), 5)
+    await asyncio.wait_for(fake.arrived.wait(), 60)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    await asyncio.wait_for(fake.cancelled.wait(), 5)
+    await asyncio.wait_for(fake.cancelled.wait(), 60)
 
 
 class Dropping:
@@ -189,7 +189,7 @@ async def test_a_dead_pooled_connection_costs_one_retry_and_a_fresh_one_none(
 ) -> None:
     dropping = Dropping(good)
     server = await asyncio.start_server(dropping.serve, "127.0.0.1", 0)
-    client = EngineClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "forge", timeout_s=5)
+    client = EngineClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "forge", timeout_s=60)
     if good:
         await client.chat(BODY, request_id="1")
         await client.chat(BODY, request_id="2")  # on the pooled connection, dropped, retried on a fresh one

@@ -64,7 +64,7 @@ def spec(tmp_path: Path) -> ManagedSpec:
         max_model_len=128,
         max_num_seqs=2,
         cpu=True,
-        start_timeout_s=30,
+        start_timeout_s=120,
         grace_s=0.2,
     )
 
@@ -159,7 +159,7 @@ async def test_the_next_server_adopts_it(spec: ManagedSpec, host: ManagedHost, p
     ended = asyncio.create_task(other.gone())
     assert pid is not None
     os.kill(pid.pid, signal.SIGKILL)
-    await asyncio.wait_for(ended, 20)  # seen although it is not this host's child
+    await asyncio.wait_for(ended, 120)  # seen although it is not this host's child
 
 
 async def test_other_flags_are_another_engine(spec: ManagedSpec, host: ManagedHost, policy: Policy) -> None:
@@ -180,7 +180,7 @@ async def test_orphaned_workers_are_ended_before_the_next_start(
     assert old is not None
     await until(lambda: len(running(spec, old.pid)) == 2)
     os.kill(old.pid, signal.SIGKILL)
-    await asyncio.wait_for(host.gone(), 20)
+    await asyncio.wait_for(host.gone(), 120)
     assert len(running(spec, old.pid)) == 1
     await host.up(policy)
     assert running(spec, old.pid) == []
@@ -249,8 +249,8 @@ def test_the_end_of_a_process_is_seen_on_the_servers_loop() -> None:
         ended = asyncio.create_task(process.exited(identity))
         await asyncio.sleep(0)
         child.kill()
-        await asyncio.wait_for(ended, 20)
-        await asyncio.wait_for(process.exited(identity), 20)  # at once, when it is gone already
+        await asyncio.wait_for(ended, 120)
+        await asyncio.wait_for(process.exited(identity), 120)  # at once, when it is gone already
 
     try:
         uvloop.run(watch())

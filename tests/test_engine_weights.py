@@ -35,7 +35,7 @@ async def fake(policies: list[Policy]) -> AsyncIterator[FakeEngine]:
 
 @pytest.fixture
 async def control(fake: FakeEngine) -> AsyncIterator[EngineControl]:
-    client = EngineClient(fake.url, "forge", timeout_s=5)
+    client = EngineClient(fake.url, "forge", timeout_s=60)
     yield EngineControl(client)
     await client.close()
 
@@ -52,7 +52,7 @@ INSTALL = [
 async def test_the_sequence_is_the_measured_one(
     fake: FakeEngine, control: EngineControl, policies: list[Policy]
 ) -> None:
-    report = await swap([control], policies[1], policies[0], drain_s=5)
+    report = await swap([control], policies[1], policies[0], drain_s=60)
     assert fake.acts() == [
         "POST /collective_rpc forge_check_checkpoint",
         "POST /collective_rpc forge_describe",
@@ -71,7 +71,7 @@ async def test_a_refusing_worker_leaves_everything_untouched(
 ) -> None:
     fake.fault = "tensor names differ"
     with pytest.raises(CheckpointError, match="tensor names differ"):
-        await swap([control], policies[1], policies[0], drain_s=5)
+        await swap([control], policies[1], policies[0], drain_s=60)
     assert fake.acts() == ["POST /collective_rpc forge_check_checkpoint"]
 
 
@@ -81,7 +81,7 @@ async def test_a_cache_reset_without_success_fails_the_swap_and_is_undone(
     """I9: nothing computed with older weights may be used, so without a reset there is no swap."""
     fake.reset_failures = 1
     with pytest.raises(EngineError, match="prefix cache"):
-        await swap([control], policies[1], policies[0], drain_s=5)
+        await swap([control], policies[1], policies[0], drain_s=60)
     assert (fake.loaded, fake.label, fake.paused) == (policies[0].path, policies[0].label, False)
 
 
@@ -90,7 +90,7 @@ async def test_a_failed_probe_puts_the_previous_weights_back(
 ) -> None:
     fake.spoil = {"step_00001"}
     with pytest.raises(CheckpointError, match="differ from the trainer's by"):
-        await swap([control], policies[1], policies[0], drain_s=5)
+        await swap([control], policies[1], policies[0], drain_s=60)
     assert (fake.loaded, fake.label, fake.paused) == (policies[0].path, policies[0].label, False)
 
 
@@ -99,7 +99,7 @@ async def test_a_failed_load_is_undone(
 ) -> None:
     fake.load_failures = 1
     with pytest.raises(EngineError, match="disk on fire") as caught:
-        await swap([control], policies[1], policies[0], drain_s=5)
+        await swap([control], policies[1], policies[0], drain_s=60)
     assert not isinstance(caught.value, EngineLost)
     assert (fake.loaded, fake.label) == (policies[0].path, policies[0].label)
 
@@ -109,7 +109,7 @@ async def test_when_the_undoing_fails_too_the_engine_is_lost(
 ) -> None:
     fake.load_failures = 2
     with pytest.raises(EngineLost, match="could not be put back"):
-        await swap([control], policies[1], policies[0], drain_s=5)
+        await swap([control], policies[1], policies[0], drain_s=60)
     assert fake.label == SWAPPING  # it claims no version that it may not hold
 
 
@@ -126,13 +126,13 @@ async def test_two_replicas_swap_together_or_not_at_all(
     fake: FakeEngine, control: EngineControl, policies: list[Policy]
 ) -> None:
     async with FakeEngine(policies[0].path).serving() as second:
-        client = EngineClient(second.url, "forge", timeout_s=5)
+        client = EngineClient(second.url, "forge", timeout_s=60)
         controls = [control, EngineControl(client)]
         second.load_failures = 1
         with pytest.raises(EngineError):
-            await swap(controls, policies[1], policies[0], drain_s=5)
+            await swap(controls, policies[1], policies[0], drain_s=60)
         assert fake.loaded == second.loaded == policies[0].path
-        await swap(controls, policies[1], policies[0], drain_s=5)
+        await swap(controls, policies[1], policies[0], drain_s=60)
         assert fake.loaded == second.loaded == policies[1].path
         await client.close()
 
@@ -166,7 +166,7 @@ async def test_without_weight_updates_only_the_initial_version_is_served(policie
     plain = FakeEngine(policies[0].path)
     plain.dev_mode = False
     async with plain.serving():
-        client = EngineClient(plain.url, "forge", timeout_s=5)
+        client = EngineClient(plain.url, "forge", timeout_s=60)
         await settle(EngineControl(client), Policy(0, None), loaded=None)
         with pytest.raises(EngineError, match="no weight updates"):
             await settle(EngineControl(client), policies[1], loaded=None)
@@ -185,7 +185,7 @@ async def test_preflight_stops_at_an_engine_that_is_away() -> None:
 
 
 async def test_preflight_names_an_engine_without_ids(fake: FakeEngine) -> None:
-    client = EngineClient(fake.url, "forge", timeout_s=5)
+    client = EngineClient(fake.url, "forge", timeout_s=60)
     fake.chat_answer = {**fake.chat_answer, "prompt_token_ids": None}  # type: ignore[dict-item]
     checks = {check.name: check for check in await preflight(client)}
     assert "no token ids" in checks["engine token ids"].found and not checks["engine token ids"].ok
@@ -193,7 +193,7 @@ async def test_preflight_names_an_engine_without_ids(fake: FakeEngine) -> None:
 
 
 async def test_preflight_names_logprobs_that_ignore_the_temperature(fake: FakeEngine) -> None:
-    client = EngineClient(fake.url, "forge", timeout_s=5)
+    client = EngineClient(fake.url, "forge", timeout_s=60)
     answer = copy.deepcopy(CHAT)
     top = [{"token": "token_id:1", "logprob": -1.0}, {"token": "token_id:2", "logprob": -3.0}]
     answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"] = top
@@ -205,7 +205,7 @@ async def test_preflight_names_logprobs_that_ignore_the_temperature(fake: FakeEn
 
 
 async def test_preflight_names_another_model(fake: FakeEngine) -> None:
-    client = EngineClient(fake.url, "other", timeout_s=5)
+    client = EngineClient(fake.url, "other", timeout_s=60)
     checks = {check.name: check for check in await preflight(client)}
     assert checks["engine model"].found == "serves forge"
     await client.close()
@@ -216,9 +216,9 @@ def pool_of(*urls: str, policy: Policy) -> EnginePool:
         [AttachedHost(url) for url in urls],
         model="forge",
         policy=policy,
-        request_timeout_s=5,
-        drain_s=5,
-        start_timeout_s=20,
+        request_timeout_s=60,
+        drain_s=60,
+        start_timeout_s=120,
     )
 
 
@@ -228,7 +228,7 @@ async def test_the_pool_serves_swaps_and_says_what_it_serves(
     pool = pool_of(fake.url, policy=policies[0])
     assert not pool.ready
     pool.start()
-    await pool.wait_ready(20)
+    await pool.wait_ready(120)
     assert (pool.ready, pool.reason, pool.current, await pool.version()) == (True, "", 0, 0)
     assert policies[1].path is not None
     await pool.swap(policies[1].path, 1, policies[1].manifest_sha256)
@@ -245,14 +245,14 @@ async def test_an_attached_engine_that_restarted_gets_the_current_weights_again(
     async with FakeEngine(policies[0].path).serving() as first:
         pool = pool_of(first.url, policy=policies[0])
         pool.start()
-        await pool.wait_ready(20)
+        await pool.wait_ready(120)
         assert policies[1].path is not None
         await pool.swap(policies[1].path, 1, policies[1].manifest_sha256)
         port = first.port
     with pytest.raises(EngineUnavailable):
         await pool.chat({"messages": []}, request_id="r")
     async with FakeEngine(policies[0].path).serving(port) as second:  # initial weights, label "default"
-        await pool.wait_ready(20)
+        await pool.wait_ready(120)
         await until(lambda: pool.ready and second.loaded == policies[1].path)
         assert second.label == policies[1].label
         await pool.chat({"messages": []}, request_id="r")
@@ -265,7 +265,7 @@ async def test_an_attached_engine_without_weight_updates_never_passes_for_a_late
     """Another engine at the same address, with no moment in between at which nothing listened."""
     pool = pool_of(fake.url, policy=policies[0])
     pool.start()
-    await pool.wait_ready(20)
+    await pool.wait_ready(120)
     assert policies[1].path is not None
     await pool.swap(policies[1].path, 1, policies[1].manifest_sha256)
     fake.hidden = True
@@ -282,7 +282,7 @@ async def test_an_attached_engine_without_weight_updates_keeps_its_initial_weigh
     async with plain.serving():
         pool = pool_of(plain.url, policy=policies[0])
         pool.start()
-        await pool.wait_ready(20)
+        await pool.wait_ready(120)
         await until(lambda: plain.log.count("GET /weight_info") > 5)
         assert pool.ready and plain.log.count("GET /openapi.json") == 1  # settled once
         await pool.close()
@@ -331,9 +331,9 @@ class FullDiskOnce(AttachedHost):
 
 async def test_supervision_outlives_what_nobody_expected(fake: FakeEngine, policies: list[Policy]) -> None:
     host = FullDiskOnce(fake.url)
-    pool = EnginePool([host], model="forge", policy=policies[0], start_timeout_s=20)
+    pool = EnginePool([host], model="forge", policy=policies[0], start_timeout_s=120)
     pool.start()
     await until(lambda: "No space left" in pool.reason)
-    await pool.wait_ready(20)
+    await pool.wait_ready(120)
     assert host.failed and pool.reason == ""
     await pool.close()

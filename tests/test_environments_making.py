@@ -231,11 +231,11 @@ def test_two_processes_make_it_once(tmp_path: Path) -> None:
     for maker in makers:
         maker.start()
     for maker in makers:
-        maker.join(120)
+        maker.join(400)
         assert maker.exitcode == 0
     lines = []
     while not told.empty():
-        lines.append(told.get(timeout=10))
+        lines.append(told.get(timeout=60))
     assert sum("Successfully installed" in line for line in lines) == 1
 
 
@@ -250,8 +250,8 @@ def test_a_waiting_process_says_so(tmp_path: Path) -> None:
     with environments._lock("small", lambda line: None):
         maker = threading.Thread(target=environments._ensure, args=(recipe, note))
         maker.start()
-        assert waiting.wait(30) and "another process is making it" in lines[0]
-    maker.join(120)
+        assert waiting.wait(200) and "another process is making it" in lines[0]
+    maker.join(400)
     assert environments.is_complete(recipe)
 
 
@@ -271,9 +271,9 @@ def given_up(make: Callable[[Callable[[str], None]], object], until: Callable[[s
 
     thread = threading.Thread(target=maker, daemon=True)
     thread.start()
-    assert reached.wait(30)
+    assert reached.wait(200)
     environments.give_up()
-    thread.join(30)
+    thread.join(200)
     [error] = caught
     return str(error)
 

@@ -32,7 +32,7 @@ def relay(upstream):
 
 def connect(relay):
     sock = socket.create_connection(relay.listener.getsockname())
-    sock.settimeout(20)
+    sock.settimeout(120)
     return sock
 
 
@@ -45,7 +45,7 @@ def ask(sock, extra=b""):
 
 
 def until(holds):
-    give_up = time.monotonic() + 20
+    give_up = time.monotonic() + 120
     while not holds():
         assert time.monotonic() < give_up
         time.sleep(0.005)
@@ -59,7 +59,7 @@ def harness(act):
         try:
             act()
             os.write(done, b"!")
-            time.sleep(60)
+            time.sleep(600)
         finally:
             os._exit(1)
     os.close(done)
@@ -117,7 +117,7 @@ def test_i3_a_harness_that_is_killed_with_the_answer_unread_did_not_get_it(relay
     pid = harness(lambda: connect_and_send(relay))
     until(lambda: relay.receipts._open)
     kill(pid)
-    assert relay.receipts.final(20.0) == ([], [1])
+    assert relay.receipts.final(120.0) == ([], [1])
 
 
 def test_i3_a_harness_that_is_killed_after_reading_got_it(relay, upstream):
@@ -125,7 +125,7 @@ def test_i3_a_harness_that_is_killed_after_reading_got_it(relay, upstream):
     pid = harness(lambda: keep(connect_and_ask(relay)))
     until(lambda: relay.receipts._open)
     kill(pid)
-    assert relay.receipts.final(20.0) == ([1], [])
+    assert relay.receipts.final(120.0) == ([1], [])
 
 
 _kept = []

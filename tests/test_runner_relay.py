@@ -29,7 +29,7 @@ class Upstream:
             for behaviour in behaviours:
                 connection, _ = self.listener.accept()
                 with connection:
-                    connection.settimeout(20)
+                    connection.settimeout(120)
                     behaviour(connection, Reader(connection))
 
         threading.Thread(target=run, daemon=True).start()
@@ -74,7 +74,7 @@ def door(upstream):
 
     def connect():
         sock = socket.create_connection(listener.getsockname())
-        sock.settimeout(20)
+        sock.settimeout(120)
         sockets.append(sock)
         return sock, Reader(sock)
 
@@ -154,7 +154,7 @@ def test_the_call_is_cancelled_when_the_harness_hangs_up(door, upstream):
     while not upstream.requests:
         threading.Event().wait(0.005)
     sock.close()
-    assert upstream.gone.wait(20)
+    assert upstream.gone.wait(120)
 
 
 def test_closing_the_relay_cancels_what_is_in_flight(door, upstream):
@@ -164,7 +164,7 @@ def test_closing_the_relay_cancels_what_is_in_flight(door, upstream):
     while not upstream.requests:
         threading.Event().wait(0.005)
     door.relay.close()
-    assert upstream.gone.wait(20)
+    assert upstream.gone.wait(120)
     assert sock.recv(1) == b""
 
 
@@ -175,7 +175,7 @@ def test_streams_pass_as_they_come(door, upstream):
     def behave(connection, reader):
         upstream.take(reader)
         connection.sendall(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n7\r\ndata: 1\r\n")
-        assert seen.wait(20)
+        assert seen.wait(120)
         connection.sendall(b"7\r\ndata: 2\r\n0\r\n\r\n")
 
     upstream.serve(behave)

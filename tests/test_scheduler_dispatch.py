@@ -286,7 +286,7 @@ async def test_a_process_without_row_is_stopped(tmp_path):
         await it.scheduler.reconcile()
         assert it.fake.stopped == []  # it may be on its way out
         await it.scheduler.reconcile()
-        await asyncio.wait_for(it.fake.stopping.wait(), 10)
+        await asyncio.wait_for(it.fake.stopping.wait(), 60)
         assert it.fake.stopped == ["at-nobody"]
 
 
@@ -296,7 +296,7 @@ async def test_a_cancelled_rollout_is_stopped_at_once(tmp_path):
         await launched(it, 1)
         launch = it.fake.launched[0]
         await it.lifecycle.apply(e.RolloutCancelled(rollout_id=launch.rollout_id))
-        await asyncio.wait_for(it.fake.stopping.wait(), 10)
+        await asyncio.wait_for(it.fake.stopping.wait(), 60)
         assert it.fake.stopped == [launch.attempt_id]
 
 

@@ -164,7 +164,7 @@ async def _cli(folder: Path, *words: str) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         out, _ = await process.communicate()
     assert process.returncode == 0, out.decode()
     return out.decode()

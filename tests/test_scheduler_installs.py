@@ -11,6 +11,7 @@ from scheduler_rig import CALL, rig, script_spec
 pytestmark = pytest.mark.sandbox
 
 PLUM = CALL + "echo -n plum > answer.txt; call"
+HELD_S = 240.0
 
 
 class Homes:
@@ -21,7 +22,7 @@ class Homes:
 
     def __call__(self, harness: str) -> None:
         self.asked.append(harness)
-        assert self.installed.wait(60)
+        assert self.installed.wait(HELD_S)
 
 
 @pytest.fixture
@@ -41,8 +42,8 @@ async def test_installations_leave_the_threads_to_others(tmp_path, homes):
             for name in specs:
                 await it.group(n=3, harness=name)
             await it.until(lambda: len(it.of("attempt_launching")) == 6)
-            await eventually(lambda: set(homes.asked) == set(specs), 10)
-            assert await asyncio.wait_for(asyncio.to_thread(lambda: "done"), 10) == "done"
+            await eventually(lambda: set(homes.asked) == set(specs), HELD_S / 2)
+            assert await asyncio.wait_for(asyncio.to_thread(lambda: "done"), HELD_S / 2) == "done"
             assert sorted(homes.asked) == ["one", "two"]
         finally:
             homes.installed.set()
@@ -73,5 +74,5 @@ async def test_a_stop_that_drains_does_not_wait_for_what_it_gave_up(tmp_path, ho
         it.backend._home = homes
         await it.group(harness="script")
         await eventually(lambda: bool(homes.asked))
-        async with asyncio.timeout(30):
-            await it.scheduler.stop(drain_s=60)
+        async with asyncio.timeout(HELD_S / 2):
+            await it.scheduler.stop(drain_s=HELD_S)

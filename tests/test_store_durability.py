@@ -65,7 +65,7 @@ def _write_until_killed(url: str, lines: int) -> set[int]:
         said = [writer.stdout.readline() for _ in range(lines)]
         writer.kill()
         said += writer.stdout.read().splitlines()
-        assert writer.wait(30) == -signal.SIGKILL
+        assert writer.wait(120) == -signal.SIGKILL
     return {int(line) for line in said if line.strip()}
 
 

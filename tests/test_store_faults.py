@@ -195,7 +195,7 @@ def test_the_lock_of_a_killed_server_is_gone(tmp_path: Path) -> None:
         with pytest.raises(StoreError, match=f"process {server.pid}"):
             Store.open(url)
         server.kill()
-        server.wait(30)
+        server.wait(120)
     Store.open(url).close()
 
 

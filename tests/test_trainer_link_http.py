@@ -32,7 +32,7 @@ async def _status(url: str, key: str, body: dict[str, Any] | None = None) -> int
         data = None if body is None else json.dumps(body).encode()
         headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
         try:
-            with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=30) as response:
+            with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=100) as response:
                 return int(response.status)
         except urllib.error.HTTPError as error:
             return error.code
@@ -135,7 +135,7 @@ async def test_a_fenced_off_trainer_leaves_its_long_poll(database_url: str, tmp_
         waiting = asyncio.create_task(trainer.batch(2))
         await w.trainer(run_id).open()
         with pytest.raises(Fenced):
-            await asyncio.wait_for(waiting, 20)
+            await asyncio.wait_for(waiting, 100)
 
 
 async def test_a_batch_is_the_same_bytes_each_time(database_url: str, tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ async def test_an_ended_run_says_gone(database_url: str, tmp_path: Path) -> None
         waiting = asyncio.create_task(trainer.batch(2))
         await w.runs.cancel(run_id)
         with pytest.raises(RunEnded):
-            await asyncio.wait_for(waiting, 20)
+            await asyncio.wait_for(waiting, 100)
         await asyncio.to_thread(trainer.link.beat)
         assert trainer.link.stop.is_set()
         with pytest.raises(RunEnded):

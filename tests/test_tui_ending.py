@@ -21,7 +21,7 @@ import pytest
 from test_cli_up import FORGE, QUIET, environ
 from test_tui_terminal import forge, tmux
 
-LIMIT_S = 60.0
+LIMIT_S = 180.0
 NOWHERE = [*FORGE, "tui", "--url", "http://127.0.0.1:9", "--key", "any"]
 SHOWN = b"does not answer"
 GONE = 128 + signal.SIGHUP
