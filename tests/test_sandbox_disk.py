@@ -12,6 +12,7 @@ from test_sandbox_delivery import proxied
 
 from forge_server.domain import classify
 from forge_server.runner import disk
+from forge_server.runner.main import BROKEN
 
 pytestmark = pytest.mark.sandbox
 
@@ -73,14 +74,14 @@ async def test_i5_a_disk_that_the_agent_filled_is_its_own_doing(small_disk: Path
         assert attempt["evidence"]["finish"]["stopped_by"] == classify.DISK_EXCESS
 
 
-def attempt(folder: Path, script: str, *, verifier: str = ONE, disk_mb: int = 50) -> FakePod:
+def attempt(folder: Path, script: str, *, verifier: str = ONE, code: int = 0) -> FakePod:
     """Run ``script`` as the harness to the end of the attempt."""
     argv = ["{python}", "-I", "-S", "-c", script]
     given = plan(argv, env={"BASE": "{base_url}", "KEY": "{agent_key}"})
     lab = Lab(folder)
     try:
         with FakePod(given, [say("hello")], verifier_tar(verifier)) as pod:
-            return lab.run(pod, disk_mb=disk_mb)
+            return lab.run(pod, code=code, disk_mb=50)
     finally:
         lab.close()
 
@@ -88,10 +89,19 @@ def attempt(folder: Path, script: str, *, verifier: str = ONE, disk_mb: int = 50
 def test_who_stays_below_the_limit_is_left_alone(small_disk: Path) -> None:
     """Also on a disk that others have filled."""
     with (small_disk / "of others").open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, (SIZE_MB - 20) << 20)
+        os.posix_fallocate(file.fileno(), 0, (SIZE_MB - 60) << 20)
     script = "import time\nopen('a', 'wb').write(bytes(10 << 20)); time.sleep(2)\n"
     pod = attempt(small_disk, script, verifier="test $(stat -c %s a) = 10485760 && " + ONE)
     assert pod.of("finish")[0]["stopped_by"] == "" and len(pod.of("reward")) == 1
+
+
+def test_an_attempt_without_room_to_begin_is_no_failure_of_its_own(small_disk: Path) -> None:
+    with (small_disk / "of others").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, (SIZE_MB - 40) << 20)
+    pod = attempt(small_disk, "print('hello')", code=BROKEN)
+    finish = pod.of("finish")[0]
+    assert "MiB left on the disk" in finish["runner_error"]
+    assert not [event for event in pod.of("events") if "harness_started" in str(event)]
 
 
 def test_no_file_is_longer_than_the_limit(small_disk: Path) -> None:

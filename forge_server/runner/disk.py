@@ -13,36 +13,41 @@ import threading
 from .confine import processes_of
 
 LOOK_S = 0.5  # between two looks
+PAUSE_S = 10.0  # at most, when they take long
 ADD_UP_S = 60.0  # longest adding up
 RESERVE = 1 << 30  # the disk runs low when less than this is free
+LEAST = 64 << 20  # an attempt that finds less does not begin: that is not its doing
 EXCESS = "disk_excess"  # why a harness was stopped that took more
 
 
 class Disk:
-    """Of the attempt whose folder is ``root``. ``limit`` in bytes, 0 for none."""
+    """Of the attempt whose folder is ``root``. ``most`` in bytes, 0 for no limit."""
 
-    def __init__(self, root: str, uid: int, limit: int) -> None:
-        self._root, self._uid, self._wanted = root, uid, limit
-        self.limit = 0
+    def __init__(self, root: str, uid: int, most: int) -> None:
+        self._root, self._uid, self.most = root, uid, most
+        self._limit = 0
         self._lock = threading.Lock()
 
     def begin(self) -> None:
-        """The folder is there. Of a small disk the attempt gets no more than what is free now, less a reserve."""
+        """The folder is there. Of a small disk the attempt gets no more than what is free now, less a reserve. Raises
+        OSError when that is too little."""
         free = self._free()
+        if free < min(self.most, LEAST):
+            raise OSError(f"there are only {free >> 20} MiB left on the disk")
         self._reserve = min(RESERVE, free // 4)
         self._used, self._free_then = 0, free  # when it was last added up
-        self.limit = min(self._wanted, free - self._reserve)
+        self._limit = min(self.most, free - self._reserve)
 
     def exceeded(self) -> bool:
         """Whether the attempt holds more than its limit now."""
-        if not self.limit:
+        if not self._limit:
             return False
         with self._lock:
             free = self._free()
-            if free >= self._reserve and self._free_then - free <= self.limit - self._used:
+            if free >= self._reserve and self._free_then - free <= self._limit - self._used:
                 return False
             self._used, self._free_then = self._in_folder() + self._unlinked(), free
-            return self._used > self.limit
+            return self._used > self._limit
 
     def _free(self) -> int:
         found = os.statvfs(self._root)

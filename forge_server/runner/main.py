@@ -18,7 +18,7 @@ import time
 
 from .confine import FORGE, HOME, Box, Child, kill_user, oom_kills
 from .control import Control, Offline, Refused, Unreachable
-from .disk import EXCESS, LOOK_S, Disk
+from .disk import EXCESS, LOOK_S, PAUSE_S, Disk
 from .place import PATH, fill, folder, make_folders, remove_tree, write_files
 from .relay import Relay
 from .scrub import scrub
@@ -202,7 +202,7 @@ class Attempt:
         env = self._environment(values["home"]) | {k: fill(v, values) for k, v in plan["env"].items()}
         argv = [fill(part, values) for part in plan["argv"]]
         stdin = None if plan["stdin"] is None else fill(plan["stdin"], values).encode()
-        pids, max_file = plan["limits"]["pids"], self.disk.limit
+        pids, max_file = plan["limits"]["pids"], self.disk.most
         child.go(argv, env, values["workdir"], stdin=stdin, max_processes=pids, max_file=max_file)
         status = child.wait(None, self.stop.wake)
         if status is None and not self.stop.dismissed and self.stop.reason != EXCESS:
@@ -243,7 +243,7 @@ class Attempt:
         argv = plan["verify_argv"]
         if not (box.wrapped or box.in_place):  # without mounts of its own, /tests is somewhere else
             argv = [tests + a.removeprefix("/tests") if a.startswith("/tests/") else a for a in argv]
-        pids, max_file = plan["limits"]["pids"], self.disk.limit
+        pids, max_file = plan["limits"]["pids"], self.disk.most
         child.go(argv, env, inside, stdin=None, max_processes=pids, max_file=max_file)
         status = child.wait(plan["verify_s"], self.stop.wake)
         killed = self._kill()
@@ -302,7 +302,8 @@ class Attempt:
             began, phase = time.monotonic(), self.phase
             if phase in ("running", "verifying") and self.disk.exceeded() and phase == self.phase:
                 self.stop.set(EXCESS)
-            pause = max(LOOK_S, time.monotonic() - began)
+            # on a disk that others have filled each look adds up: that must not keep the machine busy
+            pause = min(LOOK_S + 20 * (time.monotonic() - began), PAUSE_S)
 
     def _empty(self, *names: str) -> bool:
         """If the attempt holds more than it may, empty these folders, whose processes are dead; returns whether.
