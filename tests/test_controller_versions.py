@@ -53,6 +53,17 @@ async def ended(w: World, run_id: str, n: int) -> Any:
     return len(done) >= (n or len(there))
 
 
+async def put_live_in_between(w: World, run_id: str, let: asyncio.Event) -> None:
+    """Version 0 answers what is in flight while the run is paused; earlier nobody may put it live."""
+    with pytest.raises(Conflict, match="pause the run first"):
+        await w.controller.activate(0)
+    await w.runs.pause(run_id, "by a person")
+    await w.controller.activate(0)
+    let.set()
+    await eventually(lambda: ended(w, run_id, 0))
+    await w.runs.resume(run_id)
+
+
 async def step(trainer: FakeTrainer, session: Any, run_id: str, k: int) -> int:
     while await trainer.batch(k) is None:
         pass
@@ -103,13 +114,7 @@ async def test_what_a_person_put_live_meanwhile_is_not_trained(database_url: str
         session = await trainer.open()
         assert await step(trainer, session, run_id, 1) == 1
         await eventually(lambda: w.rows(t.groups, t.groups.c.step == 2))
-        with pytest.raises(Conflict, match="pause the run first"):
-            await w.controller.activate(0)
-        await w.runs.pause(run_id, "by a person")
-        await w.controller.activate(0)
-        let.set()
-        await eventually(lambda: ended(w, run_id, 0))
-        await w.runs.resume(run_id)
+        await put_live_in_between(w, run_id, let)
         assert await step(trainer, session, run_id, 2) == 2
         assert await versions_trained(w, run_id, 2) == {1}
         await w.reached(run_id, "completed")
@@ -127,13 +132,7 @@ async def test_a_round_of_evaluation_is_of_one_version(database_url: str, tmp_pa
         how = {"split": "test"} if kind == "eval" else {"eval": RunEval(k=2)}
         run_id = await w.runs.create(settings(name="measured", kind=kind, steps=1, **how))
         await eventually(lambda: ended(w, run_id, 2))
-        with pytest.raises(Conflict, match="pause the run first"):
-            await w.controller.activate(0)
-        await w.runs.pause(run_id, "by a person")
-        await w.controller.activate(0)
-        let.set()
-        await eventually(lambda: ended(w, run_id, 0))
-        await w.runs.resume(run_id)
+        await put_live_in_between(w, run_id, let)
         measured = await eventually(lambda: w.metrics(run_id, 0, "eval"))
         r, c = t.rollouts.c, t.calls.c
         query = (

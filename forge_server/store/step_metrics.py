@@ -18,10 +18,9 @@ def merge_metrics(
     at: float,
 ) -> None:
     """Add ``metrics`` to the record; a name that is there already is replaced. Not finite becomes None."""
-    c = t.step_metrics.c
-    where = (c.run_id == run_id) & (c.step == step) & (c.source == source)
+    where = _record(run_id, step, source)
     clean = {name: _finite(value) for name, value in metrics.items()}
-    stored = connection.execute(sa.select(c.metrics).where(where)).scalar_one_or_none()
+    stored = connection.execute(sa.select(t.step_metrics.c.metrics).where(where)).scalar_one_or_none()
     if stored is None:
         row = {"run_id": run_id, "step": step, "source": source, "metrics": clean, "at": at}
         connection.execute(sa.insert(t.step_metrics).values(row))
@@ -38,10 +37,13 @@ def put_metrics(
     at: float,
 ) -> None:
     """The record is ``metrics`` and nothing of before. Not finite becomes None."""
-    c = t.step_metrics.c
-    where = (c.run_id == run_id) & (c.step == step) & (c.source == source)
-    connection.execute(sa.delete(t.step_metrics).where(where))
+    connection.execute(sa.delete(t.step_metrics).where(_record(run_id, step, source)))
     merge_metrics(connection, run_id, step, source, metrics, at)
+
+
+def _record(run_id: str, step: int, source: str) -> sa.ColumnElement[bool]:
+    c = t.step_metrics.c
+    return (c.run_id == run_id) & (c.step == step) & (c.source == source)
 
 
 def _finite(value: float | None) -> float | None:
