@@ -48,10 +48,12 @@ order = json.loads(os.environ["FORGE_PROBE"])
 host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT")
 if host and port:
     order["forbidden"].append(["the cluster's address of the API server", host, int(port)])
-print(json.dumps({
+said = json.dumps({
     "listener": reach(*order["listener"], True),
     "forbidden": [[*t, reach(*t[1:], False)] for t in order["forbidden"]],
-}))
+})
+with open(order["answer"], "w") as file:
+    file.write(said)
 """
 
 
@@ -148,9 +150,9 @@ async def _egress(
         except ApiError as error:
             return [Check("network", False, f"the probe pod could not be run: {error}")]
     try:
-        said = json.loads(text.strip().splitlines()[-1])
-    except (ValueError, IndexError):
-        return [Check("network", False, f"the probe pod did not end well: {text[-500:] or 'no output'}")]
+        said = json.loads(text)
+    except ValueError:
+        return [Check("network", False, f"the probe pod did not end well: {text[-500:] or 'it said nothing'}")]
     return _judged(said, url)
 
 
@@ -196,11 +198,15 @@ def _turn_into_probe(manifest: Manifest, settings: Settings, order: dict[str, An
     container = next(c for c in manifest["spec"]["containers"] if c["name"] == RUNNER)
     container["image"] = settings.kubernetes.runner_image
     container["command"] = ["/forge/bin/python3", "-I", "-S", "-c", _PROGRAM]
+    order["answer"] = container.get("terminationMessagePath", "/dev/termination-log")
     container["env"] = [{"name": "FORGE_PROBE", "value": msgspec.json.encode(order).decode()}]
 
 
 async def _run(pods: Pods, manifest: Manifest, limits: pods_of.Limits) -> str:
-    """The output of the pod, or why there is none; it is deleted. Raises ApiError."""
+    """What the pod said at its end, or why it said nothing; it is deleted. Raises ApiError.
+
+    The message comes with the pod's status: the log of a pod that has ended may be gone before it is asked for.
+    """
     made = await pods.create(manifest)
     name, until = made.metadata.name, time.monotonic() + PROBE_S
     try:
@@ -209,7 +215,7 @@ async def _run(pods: Pods, manifest: Manifest, limits: pods_of.Limits) -> str:
             if seen is None:
                 return "the pod was deleted"
             if seen.status.phase == "Succeeded":
-                return await pods.log(name, RUNNER, 64 * 1024)
+                return pods_of.last_words(seen, RUNNER)
             finding = pods_of.find(seen, time.time(), limits, ours=False)
             if finding is not None or time.monotonic() > until:
                 told = msgspec.json.encode(pods_of.evidence_of(seen)).decode()

@@ -238,6 +238,12 @@ def evidence_of(pod: Pod) -> dict[str, Any]:
     return kept
 
 
+def last_words(pod: Pod, container: str) -> str:
+    """What a container that has ended left at its ``terminationMessagePath``, 4 KiB at most; else empty."""
+    ends = (c.state.terminated for c in pod.status.container_statuses if c.name == container)
+    return next((end.message for end in ends if end is not None), "")
+
+
 def _state(state: ContainerState) -> dict[str, Any]:
     if state.terminated is not None:
         end = state.terminated
