@@ -147,6 +147,9 @@ class Rig:
         self.max_body = 64 * 1024 * 1024
         self.attempt = ""
         self.url = ""
+        self.sessions = Sessions(self.store, self.lookup)
+        # of two lives of a server only the later one hears of the sealing: the one before is gone by then
+        self.lifecycle.subscribe(lambda row: self.sessions.on_event(row))
 
     @property
     def key(self) -> str:
@@ -189,7 +192,6 @@ class Rig:
     async def serving(self) -> AsyncIterator[None]:
         """The proxy composed as ``app`` does it, listening on loopback."""
         self.sessions = Sessions(self.store, self.lookup)
-        self.lifecycle.subscribe(self.sessions.on_event)
         self.calls = Calls(
             store=self.store,
             engine=self.engine,

@@ -202,6 +202,32 @@ async def test_a_dead_pooled_connection_costs_one_retry_and_a_fresh_one_none(
     server.close()
 
 
+async def test_an_engine_that_dies_of_a_request_on_a_kept_connection_had_it() -> None:
+    """Its successor does not listen yet when the request is sent again."""
+    dropping, served = Dropping(1), asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await dropping.serve(reader, Dying(writer))
+
+    class Dying:
+        def __init__(self, writer: asyncio.StreamWriter) -> None:
+            self.write, self.drain, self._writer = writer.write, writer.drain, writer
+
+        def close(self) -> None:
+            server.close()
+            self._writer.transport.abort()
+            served.set()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    client = EngineClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "forge", timeout_s=60)
+    await client.chat(BODY, request_id="1")
+    with pytest.raises(EngineUnavailable) as caught:
+        await client.chat(BODY, request_id="2")
+    assert served.is_set() and dropping.requests == 2
+    assert caught.value.sent
+    await client.close()
+
+
 @given(
     st.lists(st.integers(0, 200_000), max_size=40),
     st.lists(st.integers(0, 200_000), max_size=10),

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from proxy_rig import PATIENCE, Rig, eventually, follow, hello, result, rig
 
+from forge_server.domain.classify import RECORD_ERROR
 from forge_server.domain.engine import ChatResult, EngineUnavailable
 from forge_server.domain.errors import StoreError
 from forge_server.domain.states import Delivery, Untrainable
@@ -274,6 +275,53 @@ async def test_a_lost_answer_is_replayed_to_the_same_body(proxy: Rig) -> None:
     assert [row.untrainable for row in rows] == [None, Untrainable.DUPLICATE, None]
     assert rows[1].delivered == Delivery.YES
     again.close()
+
+
+async def test_i5_a_replay_that_cannot_be_recorded_is_a_failure_of_ours(proxy: Rig) -> None:
+    await _lose(proxy, Wire(proxy), hello())
+    write_rows, works = proxy.store.write_rows, asyncio.Event()
+
+    async def failing(rows: Any) -> None:
+        if not works.is_set():
+            raise StoreError("the disk that holds the database is full")
+        await write_rows(rows)
+
+    proxy.store.write_rows = failing  # type: ignore[method-assign]
+    async with proxy.client() as client:
+        assert (await proxy.ask(client)).status_code == 503
+    works.set()
+    again = (await proxy.until(lambda rows: len(rows) == 2 and rows[1].status != 200))[1]
+    assert (again.end, again.status, again.delivered, again.untrainable) == ("ok", 503, "no", "duplicate")
+    assert again.error.startswith(RECORD_ERROR)
+
+
+async def test_i3_a_commit_that_was_taken_and_told_as_lost_delivers_nothing(database_url: str) -> None:
+    """The harness got an error; the relay, whose stream had been announced, tells that it was read."""
+    async with rig(database_url, keepalive_after_s=0.02) as proxy:
+        write_rows, go = proxy.store.write_rows, proxy.engine.blocked()
+
+        async def ambiguous(rows: Any) -> None:
+            rows = list(rows)
+            await write_rows(rows)
+            if any(what is record.ANSWERED for what, _ in rows):
+                raise StoreError("the connection to the database was lost")
+
+        proxy.store.write_rows = ambiguous  # type: ignore[method-assign]
+        async with proxy.client(**{"x-forge-relay-call": "r1"}) as client:
+            path = f"/a/{proxy.attempt}/v1/chat/completions"
+            async with client.stream("POST", path, json=hello(stream=True)) as told:
+                read = [int(told.headers["x-forge-call"])]
+                go.set()
+                text = (await told.aread()).decode()
+        assert "server_error" in text and "answer" not in text
+        withheld = ("ok", 503, "no", "not_delivered")
+        await proxy.until(lambda rows: rows[0].status == 503)
+        for _ in range(2):
+            await proxy.sessions.receipts(proxy.attempt, read, [])
+            (row,) = await proxy.rows()
+            assert (row.end, row.status, row.delivered, row.untrainable) == withheld
+            assert row.error.startswith(RECORD_ERROR)
+            await proxy.seal()
 
 
 async def test_a_lost_answer_is_not_given_to_another_body(proxy: Rig) -> None:

@@ -114,7 +114,9 @@ class EngineClient:
                 if lost.stale and not retried:
                     retried = True
                     continue
-                raise self._away(str(lost), lost.sent) from None
+                # what went out on the kept connection may have been what the engine died of
+                sent = lost.sent or (retried and method == "POST")
+                raise self._away(str(lost), sent) from None
 
     def _away(self, why: str, sent: bool) -> EngineUnavailable:
         return EngineUnavailable(

@@ -97,9 +97,9 @@ class Replica:
         try:
             # first: to settling, an address without vLLM is an engine that only lacks weight updates
             await client.call("GET", "/health")
-            await self._settle(EngineControl(client), address)
             self.template, lacks = await scale_out.probe(client)
-            self.client, self.ready, self.reason = client, True, ""
+            await self._settle(EngineControl(client), address)
+            self.client, self.ready, self.reason = client, True, ""  # before a swap can come in between
             self._changed()
             log.info(
                 "engine ready",

@@ -21,7 +21,7 @@ from forge_server.domain.errors import StoreError
 from forge_server.domain.ids import CallIds
 from forge_server.domain.media import Media
 from forge_server.domain.outcome import Kind
-from forge_server.domain.states import CallEnd, Delivery, Fallback
+from forge_server.domain.states import CallEnd, Delivery, Fallback, Untrainable
 from forge_server.domain.turn import Turn, as_message, from_message
 from forge_server.proxy import record, rules, sampling, splice
 from forge_server.proxy.dialects.base import Refusal
@@ -145,7 +145,9 @@ class Calls:
         try:
             await self._store.write_rows([(calls, row)])
         except StoreError as error:
-            self._write_late(flight.id, [(calls, row)], [])
+            why = f"{RECORD_ERROR}: {error}"
+            withheld = record.withheld(flight.id, 503, why, Untrainable.DUPLICATE)
+            self._write_late(flight.id, [(calls, row)], [(record.WITHHELD, withheld)])
             raise _unavailable(error) from error
         self.tally.repeats += 1
         return flight.id
@@ -405,9 +407,10 @@ class Calls:
 
         def write(connection: sa.Connection) -> None:
             found = connection.execute(sa.select(calls.c.end).where(calls.c.id == call_id)).one_or_none()
-            if found is not None and found.end is not None:
-                return
-            for what, row in (*(intent if found is None else ()), *end):
+            rows = (*(intent if found is None else ()), *end)
+            if found is not None and found.end is not None:  # all but the news that the answer was not given
+                rows = tuple(each for each in rows if each[0] is record.WITHHELD)
+            for what, row in rows:
                 connection.execute(sa.insert(what) if isinstance(what, sa.Table) else what, row)
 
         pause = 0.2

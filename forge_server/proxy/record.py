@@ -150,14 +150,16 @@ def answered(
     }
 
 
-def withheld(call_id: int, status: int, error: str) -> Row:
+def withheld(
+    call_id: int, status: int, error: str, untrainable: Untrainable = Untrainable.NOT_DELIVERED
+) -> Row:
     """An answer that was not given; the harness got ``status`` in its place."""
     return {
         "b_id": call_id,
         "b_status": status,
         "b_error": error[:2000].replace("\0", "\ufffd"),
         "b_delivered": Delivery.NO,
-        "b_untrainable": Untrainable.NOT_DELIVERED,
+        "b_untrainable": untrainable,
     }
 
 

@@ -65,7 +65,8 @@ async def serve(engine: Engine, template: Template | None, ask: Ask) -> Served:
         if tip is not None and any(t.contains(template.marker) for t in tip.line()):
             raise Unspliceable(Fallback.END_UNKNOWN)
     except Unspliceable:
-        if ask.body.get("tools"):  # it will be asked by its messages, and with some parsers by a grammar all the same
+        if ask.body.get("tools"):
+            # it will be asked by its messages, and with some parsers by a grammar all the same
             _refuse_grammar(await _rendered(engine, ask, None))
         raise
     near = ask.answers.prompt(tip)

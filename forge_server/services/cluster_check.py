@@ -152,7 +152,9 @@ async def _egress(
     try:
         said = json.loads(text)
     except ValueError:
-        return [Check("network", False, f"the probe pod did not end well: {text[-500:] or 'it said nothing'}")]
+        return [
+            Check("network", False, f"the probe pod did not end well: {text[-500:] or 'it said nothing'}")
+        ]
     return _judged(said, url)
 
 
