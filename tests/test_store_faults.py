@@ -5,6 +5,9 @@ writer goes on as soon as it can.
 """
 
 import asyncio
+import contextlib
+import select
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -16,7 +19,7 @@ import pytest
 import sqlalchemy as sa
 
 from forge_server.domain.errors import StoreError
-from forge_server.store import engines, schema
+from forge_server.store import engines, schema, writer
 from forge_server.store.database import Store
 from forge_server.store.tables import events, holds
 
@@ -143,6 +146,83 @@ async def test_a_lost_postgres_connection_is_told_and_heals(postgres_url: str, d
     finally:
         admin.dispose()
         store.close()
+
+
+class Way:
+    """A way to Postgres on which the next COMMIT meets ``fault``: its answer is lost, or it is itself. ``shut``: nobody
+    gets through afterwards."""
+
+    def __init__(self, url: str) -> None:
+        self.real = sa.make_url(url)
+        self.fault, self.shut = "", False
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        at = self.real.difference_update_query(["host"]).set(
+            host="127.0.0.1", port=self.listener.getsockname()[1]
+        )
+        return at.render_as_string(hide_password=False)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                ours, _ = self.listener.accept()
+                threading.Thread(target=self._carry, args=(ours,), daemon=True).start()
+
+    def _carry(self, ours: socket.socket) -> None:
+        with ours, socket.socket(socket.AF_UNIX) as theirs, contextlib.suppress(OSError):
+            if self.shut:
+                return
+            theirs.connect(f"{self.real.query['host']}/.s.PGSQL.5432")
+            while True:
+                for ready in select.select([ours, theirs], [], [])[0]:
+                    data = ready.recv(1 << 16)
+                    if not data:
+                        return
+                    if ready is ours and self.fault and b"COMMIT" in data:
+                        if self.fault == "answer":
+                            theirs.sendall(data)
+                            theirs.recv(1 << 16)
+                        self.fault = ""
+                        return
+                    (theirs if ready is ours else ours).sendall(data)
+
+
+@pytest.mark.parametrize("database_url", ["postgres"], indirect=True)
+@pytest.mark.parametrize(
+    ("fault", "shut", "taken", "told"),
+    [("answer", False, True, False), ("question", False, False, True), ("answer", True, True, True)],
+)
+async def test_what_became_of_a_commit_whose_answer_was_lost_is_asked(
+    database_url: str, fault: str, shut: bool, taken: bool, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever hears of a failure has written nothing, unless nobody can be asked."""
+    monkeypatch.setattr(writer, "DOUBT_S", 0.5 if shut else 60.0)
+    way = Way(database_url)
+    store = Store.open(way.url, create=True)
+    heard: list[int] = []
+    try:
+        way.fault, way.shut = fault, shut
+
+        def write(connection: sa.Connection) -> int:
+            connection.execute(sa.insert(events), note())
+            return 7
+
+        if told:
+            with pytest.raises(StoreError, match="cannot be reached"):
+                await store.write(write, after=heard.append)
+        else:
+            assert await store.write(write, after=heard.append) == 7
+        assert heard == ([] if told else [7])
+        way.shut = False
+        assert await count(store) == taken
+        await store.insert(events, note())
+        assert await count(store) == taken + 1
+    finally:
+        store.close()
+        way.listener.close()
 
 
 def test_a_second_server_is_refused_and_a_reader_is_not(database_url: str) -> None:

@@ -5,7 +5,9 @@ waits for one commit and sixty-four callers share it. A unit (the rows or the fu
 durable when its caller is answered, and fails alone: a batch with a failing unit is rolled back and run
 again with a savepoint around each unit, so a unit's function may run more than once and must do nothing
 but talk to the connection. A fault of the database itself (full disk, lock, lost connection) is told to
-everybody who waits; the writer reconnects and goes on.
+everybody who waits; the writer reconnects and goes on. A connection to Postgres that is lost during COMMIT leaves
+open whether that was taken: Postgres is asked, and only what it did not take is told as failed (its documentation,
+"Transaction ID and Snapshot Information Functions").
 
 Units that wait at the same time may run in any order (rows for one table are gathered into one
 ``executemany``); whoever depends on a unit awaits it first. The queue is bounded in bytes: above it
@@ -36,6 +38,11 @@ Work = Callable[[sa.Connection], Any]
 
 QUEUE_BYTES = 64 * 1024 * 1024
 BATCH_UNITS = 1000
+DOUBT_S = 10.0
+"""How long it may take to reach Postgres again and ask what became of a COMMIT."""
+
+_TRANSACTION = sa.text("SELECT pg_current_xact_id_if_assigned()::text")
+_STATUS = sa.text("SELECT pg_xact_status(CAST(:transaction AS xid8))")
 
 
 class _Unit:
@@ -80,6 +87,7 @@ class Writer:
         self._wake = threading.Condition()
         self._closing = False
         self._connection = connection
+        self._committing: str | None = None  # the transaction that Postgres is told to commit
         self.commits = self.units = 0
         self.commit_s = Histogram(COMMIT_S)
         self._thread = threading.Thread(target=self._run, name="store-writer", daemon=True)
@@ -146,6 +154,7 @@ class Writer:
             try:
                 with connection.begin():
                     _execute_together(connection, batch)
+                    self._committing = _transaction(connection)
                 self.commits += 1
             except Exception as error:
                 if database_fault(error, self._where) is not None:
@@ -155,12 +164,38 @@ class Writer:
                 else:
                     with connection.begin():
                         _execute_apart(connection, batch, self._where)
+                        self._committing = _transaction(connection)
                     self.commits += 1
         except BaseException as error:
+            self._drop_connection()
+            if self._committing is not None and self._taken(self._committing):
+                self.commits += 1
+                return
             fault = error if isinstance(error, StoreError) else database_fault(error, self._where) or error
             for unit in batch:
                 unit.error = fault
-            self._drop_connection()
+        finally:
+            self._committing = None
+
+    def _taken(self, transaction: str) -> bool:
+        """Whether Postgres took a COMMIT that it gave no answer to. The new connection has the server's lock, so the
+        session before it has ended, and with it the transaction."""
+        until = time.monotonic() + DOUBT_S
+        while True:
+            try:
+                connection = self._opened()
+                with connection.begin():
+                    status = connection.execute(_STATUS, {"transaction": transaction}).scalar()
+                return bool(status == "committed")
+            except Exception as error:
+                self._drop_connection()
+                away = isinstance(error, StoreError) or database_fault(error, self._where) is not None
+                if not away or time.monotonic() > until:  # another server after a failover does not know it
+                    log.error(
+                        "what became of a COMMIT is not known", transaction=transaction, error=str(error)
+                    )
+                    return False
+                time.sleep(0.2)
 
     def _opened(self) -> sa.Connection:
         if self._connection is None or self._connection.closed:
@@ -212,6 +247,15 @@ def _execute_together(connection: sa.Connection, batch: list[_Unit]) -> None:
                 stages.append((statement, names, []))
             stages[at][2].append(row)
     flush()
+
+
+def _transaction(connection: sa.Connection) -> str | None:
+    """What Postgres knows the transaction by afterwards; None when it has written nothing, and on SQLite, whose
+    COMMIT is not lost on a way."""
+    if connection.dialect.name != "postgresql":
+        return None
+    found: str | None = connection.execute(_TRANSACTION).scalar()
+    return found
 
 
 def _execute_apart(connection: sa.Connection, batch: list[_Unit], where: str) -> None:
