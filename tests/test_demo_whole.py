@@ -20,12 +20,12 @@ from forge_server.domain.errors import ForgeError
 
 pytestmark = [pytest.mark.vllm, pytest.mark.verl, pytest.mark.sandbox, pytest.mark.timeout(2400)]
 
-VERSIONS = 5
+VERSIONS = 4
 LIMIT_S = 2300.0
 
 
 def test_the_demo_ends_with_a_better_policy(engine_env: Path, trainer_env: Path, tmp_path: Path) -> None:
-    """Five versions instead of twelve. The full recipe on five seeds is `make prove-1`."""
+    """Four versions instead of twelve. The full recipe on five seeds is `make prove-1`."""
     folder = tmp_path / "forge-demo"
     command = [sys.executable, "-m", "forge_server.cli"]
     words = ["demo", "--folder", str(folder), "--seed", "7", "--versions", str(VERSIONS)]
