@@ -179,6 +179,7 @@ async def rig(
     specs: dict[str, Spec] | None = None,
     start: bool = True,
     min_sandbox: str = "namespaces",
+    disk_mb: int = 10240,
     run: dict[str, Any] | None = None,
     plan: dict[str, Any] | None = None,
     through: Callable[[Rig, Plans], Any] | None = None,
@@ -216,7 +217,11 @@ async def rig(
         else:
             it.backend = LocalBackend(
                 LocalOptions(
-                    instance=me.id, pod_url=f"unix:{path}", folder=folder / "local", min_sandbox=min_sandbox
+                    instance=me.id,
+                    pod_url=f"unix:{path}",
+                    folder=folder / "local",
+                    min_sandbox=min_sandbox,
+                    disk_mb=disk_mb,
                 ),
                 lambda harness: None,
             )

@@ -4,6 +4,7 @@ import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from runner_support import FakePod, Lab, plan, say, verifier_tar
@@ -65,7 +66,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 async def test_i5_a_disk_that_the_agent_filled_is_its_own_doing(small_disk: Path, script: str) -> None:
     """Also when a call could not be recorded for want of room; the server goes on."""
     spec = script_spec(f"exec \"$PY\" -I -S - <<'END'\n{script}\nEND")
-    async with rig(small_disk, specs={"script": spec}, through=proxied) as it:
+    async with rig(small_disk, specs={"script": spec}, through=proxied, disk_mb=SIZE_MB - 20) as it:
         await it.group(harness="script", max_attempts=1)
         (ended,) = await it.ended(within=30.0)
         assert (ended.data["outcome"], ended.data["kind"]) == ("policy_failure", "runner_lost")
@@ -100,8 +101,28 @@ def test_an_attempt_without_room_to_begin_is_no_failure_of_its_own(small_disk: P
         os.posix_fallocate(file.fileno(), 0, (SIZE_MB - 40) << 20)
     pod = attempt(small_disk, "print('hello')", code=BROKEN)
     finish = pod.of("finish")[0]
-    assert "MiB left on the disk" in finish["runner_error"]
+    assert "MiB left on the disk" in finish["runner_error"] and "needs 50" in finish["runner_error"]
     assert not [event for event in pod.of("events") if "harness_started" in str(event)]
+
+
+def free(monkeypatch: pytest.MonkeyPatch, mb: int) -> None:
+    found = SimpleNamespace(f_bavail=mb, f_frsize=1 << 20)
+    monkeypatch.setattr(disk, "os", SimpleNamespace(statvfs=lambda root: found))
+
+
+def test_i5_what_the_machine_lacks_is_not_asked_of_an_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With little room one would be stopped for what another, a moment earlier, was allowed."""
+    free(monkeypatch, 2000)
+    with pytest.raises(OSError, match=r"only 2000 MiB left .* needs 2048: make room"):
+        disk.Disk(str(tmp_path), -1, 10240 << 20).begin()
+    small = disk.Disk(str(tmp_path), -1, 50 << 20)
+    small.begin()
+    free(monkeypatch, 2050)
+    large = disk.Disk(str(tmp_path), -1, 10240 << 20)
+    large.begin()
+    assert (small._limit >> 20, large._limit >> 20) == (50, 1537)
 
 
 def test_no_file_is_longer_than_the_limit(small_disk: Path) -> None:

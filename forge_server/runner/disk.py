@@ -16,7 +16,7 @@ LOOK_S = 0.5  # between two looks
 PAUSE_S = 10.0  # at most, when they take long
 ADD_UP_S = 60.0  # longest adding up
 RESERVE = 1 << 30  # the disk runs low when less than this is free
-LEAST = 64 << 20  # an attempt that finds less does not begin: that is not its doing
+LEAST = 2 << 30  # an attempt that finds less, and may write more, does not begin: that is not its doing
 EXCESS = "disk_excess"  # why a harness was stopped that took more
 
 
@@ -32,8 +32,12 @@ class Disk:
         """The folder is there. Of a small disk the attempt gets no more than what is free now, less a reserve. Raises
         OSError when that is too little."""
         free = self._free()
-        if free < min(self.most, LEAST):
-            raise OSError(f"there are only {free >> 20} MiB left on the disk")
+        need = min(self.most, LEAST)
+        if free < need:
+            raise OSError(
+                f"there are only {free >> 20} MiB left on the disk of {self._root}, and an attempt needs"
+                f" {need >> 20}: make room, or lower [local] disk_mb to what attempts need"
+            )
         self._reserve = min(RESERVE, free // 4)
         self._used, self._free_then = 0, free  # when it was last added up
         self._limit = min(self.most, free - self._reserve)
