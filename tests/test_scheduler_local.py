@@ -5,16 +5,21 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from api_rig import eventually
 from scheduler_rig import CALL, Tasks, rig, script_spec, solve
+from test_scheduler_doubt import silent_for
 
 from forge_server.domain import events as e
-from forge_server.domain.errors import EnvironmentMissing, SandboxError, TaskError
+from forge_server.domain.errors import EnvironmentMissing, SandboxError, StoreError, TaskError
 from forge_server.harness.plan import PlanLimits
 from forge_server.runner.confine import ChildFailed, kill_user
+from forge_server.runner.main import DISMISSED
+from forge_server.runner.place import remove_tree
 from forge_server.scheduler import leftovers, local
 from forge_server.scheduler.limits import Cgroups, clear_instance
 from forge_server.scheduler.sandbox import probe
@@ -110,15 +115,21 @@ async def test_memory_is_limited(tmp_path):
     assert got == ("policy_failure", "oom_agent", 0.0)
 
 
+async def called(it):
+    """Wait until the only attempt has called its model; its row."""
+    async with asyncio.timeout(120):
+        while not await it.store.read(lambda c: c.execute(sa.select(t.calls.c.id)).first()):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    (attempt,) = await it.attempts()
+    return attempt
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 async def test_a_killed_runner_is_an_infra_failure_and_tried_again(tmp_path, number):
     """I5: also one that is asked to end, as systemd asks every process of a unit."""
     async with rig(tmp_path, specs={"script": script_spec(CALL + PLUM + "call; sleep 1000")}) as it:
         await it.group(harness="script", max_attempts=2)
-        async with asyncio.timeout(120):
-            while not await it.store.read(lambda c: c.execute(sa.select(t.calls.c.id)).first()):  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
-        (attempt,) = await it.attempts()
+        attempt = await called(it)
         os.kill(attempt["handle"]["pid"], number)
         (pending,) = await it.until(lambda: it.of("rollout_pending"))
         first = it.of("attempt_ended")[0]
@@ -127,6 +138,49 @@ async def test_a_killed_runner_is_an_infra_failure_and_tried_again(tmp_path, num
         assert pending.rollout_id == first.rollout_id
         second = it.of("attempt_running")[1].attempt_id
         assert [folder.name for folder in it.backend.attempts.iterdir()] == [second]
+
+
+async def test_i5_an_end_that_could_not_be_written_is_said_again(tmp_path, monkeypatch):
+    """The runner is dismissed while the database takes no writes."""
+
+    async def refuse(*given, **named):
+        raise StoreError("the disk is full")
+
+    async with rig(tmp_path, specs={"script": script_spec(CALL + "call; sleep 1000")}, missing_s=0.0) as it:
+        await it.group(harness="script", max_attempts=1)
+        attempt = await called(it)
+        with monkeypatch.context() as patch:
+            patch.setattr(it.store.writer, "submit", refuse)
+            os.kill(attempt["handle"]["pid"], signal.SIGTERM)
+            await eventually(lambda: not it.backend._runners and not it.backend._tasks)
+        (ended,) = await it.ended()
+        assert (ended.data["outcome"], ended.data["kind"]) == ("infra_failure", "runner_lost")
+        assert (await it.attempts())[0]["evidence"]["details"]["runner_exit"] == DISMISSED
+        await eventually(lambda: not it.backend._ended)
+
+
+async def test_i5_silence_is_not_the_agents_while_its_runner_is_tidied_up_after(tmp_path, monkeypatch):
+    """Which may take longer than a runner may be silent."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def remove(path):
+        begun.set()
+        assert go_on.wait(240)
+        remove_tree(path)
+
+    async with rig(tmp_path, specs={"script": script_spec(CALL + "call; sleep 1000")}) as it:
+        await it.group(harness="script", max_attempts=1)
+        attempt = await called(it)
+        monkeypatch.setattr(local, "remove_tree", remove)
+        try:
+            os.kill(attempt["handle"]["pid"], signal.SIGKILL)
+            assert await asyncio.to_thread(begun.wait, 120)
+            await silent_for(it, attempt["id"], 1000)
+            (ended,) = await it.ended()
+        finally:
+            go_on.set()
+        assert (ended.data["outcome"], ended.data["kind"]) == ("infra_failure", "runner_lost")
+        assert (await it.attempts())[0]["evidence"]["details"]["runner_exit"] == -signal.SIGKILL
 
 
 async def test_what_does_not_even_die_of_sigkill_holds_nothing_up(tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import tempfile
+from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, Literal, Protocol
@@ -85,12 +86,14 @@ class LocalBackend:
     def __init__(self, options: LocalOptions, harness_home: HarnessHome) -> None:
         self._options, self._home = options, harness_home
         self._runners: dict[str, _Runner] = {}
-        self._tidying: set[asyncio.Task[None]] = set()
+        self._ended: dict[str, Gone] = {}  # how they ended, until that is a row
+        self._unsaid: set[str] = set()  # it could not be written, and is said again
+        self._tasks: set[asyncio.Task[None]] = set()
         self._users: UserIds | None = None
         self._on_gone: OnGone | None = None
         self.sandbox: Sandbox | None = None
         self._cgroups = Cgroups("", [])
-        self._installing: dict[str, asyncio.Lock] = {}
+        self._installing: dict[str, asyncio.Future[Path | None]] = {}
         self._installers = ThreadPoolExecutor(
             INSTALLS, "install"
         )  # minutes each: not among the threads of others
@@ -138,9 +141,14 @@ class LocalBackend:
         return {"pid": runner.process.pid, "started": started, "uid": runner.uid}
 
     async def _home_of(self, harness: str) -> Path | None:
-        """Where the harness is installed, after that if need be: one launch sees to it, the others wait for it."""
-        async with self._installing.setdefault(harness, asyncio.Lock()):
-            return await asyncio.get_running_loop().run_in_executor(self._installers, self._home, harness)
+        """Where the harness is installed, after that if need be. Launches that ask meanwhile share what comes of it,
+        also a failure; one that is given up leaves it to the others."""
+        under_way = self._installing.get(harness)
+        if under_way is None:
+            under_way = asyncio.get_running_loop().run_in_executor(self._installers, self._home, harness)
+            self._installing[harness] = under_way
+            under_way.add_done_callback(lambda done: self._installing.pop(harness))
+        return await asyncio.shield(under_way)
 
     async def trial(self, plan: Plan, verifier: bytes) -> str:
         """Run an attempt that no row knows of: ``plan``, then ``verifier``; returns what the runner printed.
@@ -224,9 +232,14 @@ class LocalBackend:
             await runner.gone.wait()
 
     async def running(self) -> frozenset[str]:
+        again, self._unsaid = self._unsaid, set()
+        for attempt_id in again:
+            self._begin(self._say(self._ended[attempt_id]))
         return frozenset(name for name, runner in self._runners.items() if runner.trial is None)
 
     async def look(self, attempt_id: str, *, silent: bool = False) -> Look:
+        if (gone := self._ended.get(attempt_id)) is not None:
+            return Look(evidence=gone.evidence, fact=gone.fact, independent=gone.independent)
         if attempt_id in self._runners:
             return Look(evidence={"runner": "it runs"})
         return Look(evidence={"runner": "there is none"}, fact=Fact.PROCESS_GONE)
@@ -240,7 +253,8 @@ class LocalBackend:
             self._users = None
 
     def _exited(self, attempt_id: str) -> None:
-        """The runner's process has ended: collect it and say so."""
+        """The runner's process has ended: collect it and say so. Whoever looks is told at once; tidying up may take
+        minutes."""
         runner = self._runners[attempt_id]
         asyncio.get_running_loop().remove_reader(runner.pidfd)
         code = runner.process.wait()
@@ -251,9 +265,22 @@ class LocalBackend:
         runner.log.seek(max(0, size - LOG_TAIL))
         text = runner.log.read().decode("utf-8", "replace")
         runner.log.close()
-        task = asyncio.get_running_loop().create_task(self._tidy(attempt_id, runner, code, text))
-        self._tidying.add(task)
-        task.add_done_callback(self._tidying.discard)
+        if runner.trial is None:
+            self._ended[attempt_id] = self._gone(attempt_id, code, text)
+        self._begin(self._tidy(attempt_id, runner, code, text))
+
+    def _gone(self, attempt_id: str, code: int, text: str) -> Gone:
+        assert self.sandbox is not None
+        # A runner that somebody killed, or that lost its server, was not brought down by the agent, which a
+        # sandbox keeps from it; one that stumbled may have been.
+        independent = self.sandbox.level != "none" and (code < 0 or code == DISMISSED)
+        return Gone(
+            attempt_id=attempt_id,
+            fact=Fact.PROCESS_GONE,
+            evidence={"runner_exit": code, "sandbox": self.sandbox.level},
+            independent=independent,
+            log=text,
+        )
 
     async def _tidy(self, attempt_id: str, runner: _Runner, code: int, text: str) -> None:
         """Free the attempt's user id only after nothing of the attempt is left."""
@@ -268,24 +295,21 @@ class LocalBackend:
         del self._runners[attempt_id]
         os.close(runner.pidfd)  # not earlier: until now it may be asked to stop
         runner.gone.set()
-        if runner.trial is not None:
-            if not runner.trial.done():
-                runner.trial.set_result(text)
-            return
-        assert self.sandbox is not None
-        # A runner that somebody killed, or that lost its server, was not brought down by the agent, which a
-        # sandbox keeps from it; one that stumbled may have been.
-        independent = self.sandbox.level != "none" and (code < 0 or code == DISMISSED)
+        if runner.trial is None:
+            await self._say(self._ended[attempt_id])
+        elif not runner.trial.done():
+            runner.trial.set_result(text)
+
+    async def _say(self, gone: Gone) -> None:
+        """Say how an attempt ended. If that cannot be written now, the next reconcile has it said again."""
         assert self._on_gone is not None
-        await self._on_gone(
-            Gone(
-                attempt_id=attempt_id,
-                fact=Fact.PROCESS_GONE,
-                evidence={"runner_exit": code, "sandbox": self.sandbox.level},
-                independent=independent,
-                log=text,
-            )
-        )
+        try:
+            await self._on_gone(gone)
+        except Exception as error:
+            log.warning("the end of an attempt is not written yet", attempt=gone.attempt_id, error=str(error))
+            self._unsaid.add(gone.attempt_id)
+        else:
+            del self._ended[gone.attempt_id]
 
     def _clear(self, attempt_id: str, runner: _Runner, code: int) -> None:
         if code != 0 and runner.uid >= 0:  # one that ended well has seen to it
@@ -293,6 +317,11 @@ class LocalBackend:
         self._cgroups.remove(attempt_id)
         if runner.folder.exists():
             remove_tree(str(runner.folder))
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _give_back(self, uid: int) -> None:
         if self._users and uid >= 0:
