@@ -293,6 +293,31 @@ async def test_a_fact_is_a_row_before_its_pod_is_deleted(tmp_path: Path) -> None
         assert gone.evidence["containers"] == [{"name": "runner", "exit": 1, "reason": "Error"}]
 
 
+async def test_i5_a_fact_is_told_to_who_looks_while_it_is_written_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log of a dead node's pod is waited for, and meanwhile a clock may be over."""
+    asked, answered = asyncio.Event(), asyncio.Event()
+
+    async def log(*given: object) -> str:
+        asked.set()
+        await answered.wait()
+        return "last words"
+
+    async with world(tmp_path) as it:
+        monkeypatch.setattr(it.backend._pods, "log", log)
+        await it.launched()
+        lost = {"type": "DisruptionTarget", "status": "True", "reason": "DeletionByTaintManager"}
+        await it.api.status("at-1", phase="Running", containerStatuses=[ALIVE], conditions=[lost])
+        await asyncio.wait_for(asked.wait(), 100)
+        seen = await it.backend.look("at-1", silent=True)
+        assert (seen.fact, seen.independent, it.gone) == (Fact.NODE_LOST, True, [])
+        answered.set()
+        await it.until(lambda: it.gone)
+        (gone,) = it.gone
+        assert (gone.fact, gone.evidence, gone.independent) == (seen.fact, seen.evidence, seen.independent)
+
+
 async def test_a_failed_pod_may_be_kept_to_be_looked_at(tmp_path: Path) -> None:
     async with world(tmp_path, keep_failed_s=3.0) as it:
         await it.launched()

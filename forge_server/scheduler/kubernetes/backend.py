@@ -86,7 +86,8 @@ class KubernetesBackend:
         self._launching: set[str] = set()
         self._waiting: dict[str, asyncio.Future[int]] = {}  # for their turn to create a pod
         self._doomed: dict[str, float] = {}  # given up on -> grace of their pods
-        self._told: dict[str, bool] = {}  # their end was seen; whether it is a row by now
+        self._told: dict[str, Finding] = {}  # their end was seen
+        self._writing: set[str] = set()  # it is no row yet
         self._unsaid: set[str] = set()  # their end could not be written, and is looked at again
         self._kept: set[str] = set()  # their pods are kept for a while, to be looked at
         self._left: dict[str, asyncio.Event] = {}  # set when the pod is gone
@@ -284,8 +285,8 @@ class KubernetesBackend:
         return frozenset((found.keys() - self._kept) | self._launching)
 
     async def look(self, attempt_id: str, *, silent: bool = False) -> Look:
-        if attempt_id in self._told:
-            return Look(evidence={"pod": "its end is being written down"})
+        if (told := self._told.get(attempt_id)) is not None:  # writing it down may take longer than a clock
+            return _shown(told)
         try:
             pod = await self._pods.get(attempt_id)
         except ApiError as error:
@@ -301,7 +302,7 @@ class KubernetesBackend:
         if finding is None:
             assert pod is not None
             return Look(evidence=pods_of.evidence_of(pod))
-        return Look(evidence=finding.evidence, fact=finding.fact, independent=finding.independent)
+        return _shown(finding)
 
     async def close(self, grace_s: float) -> None:
         """Pods live on: the next start finds them."""
@@ -334,8 +335,9 @@ class KubernetesBackend:
     def _vanished(self, pod: Pod) -> None:
         attempt_id = pod.metadata.name
         if attempt_id not in self._doomed and attempt_id not in self._told:
-            self._told[attempt_id] = False
-            self._spawn(self._report(attempt_id, pods_of.vanished(pod), ""))
+            finding = self._told[attempt_id] = pods_of.vanished(pod)
+            self._writing.add(attempt_id)
+            self._spawn(self._report(attempt_id, finding, ""))
         else:
             self._forget(attempt_id)
         self._placed.discard(attempt_id)
@@ -351,7 +353,8 @@ class KubernetesBackend:
             return
         if finding.fact is Fact.UNSCHEDULABLE:
             self._capacity.full(len(self._placed))
-        self._told[attempt_id] = False
+        self._told[attempt_id] = finding
+        self._writing.add(attempt_id)
         self._spawn(self._conclude(attempt_id, pod, finding))
 
     def _waited(self, pod: Pod) -> float:
@@ -409,7 +412,8 @@ class KubernetesBackend:
             del self._told[attempt_id]
             self._unsaid.add(attempt_id)
             raise
-        self._told[attempt_id] = True
+        finally:
+            self._writing.discard(attempt_id)
         if attempt_id not in self._cache.found:
             self._forget(attempt_id)
 
@@ -419,7 +423,7 @@ class KubernetesBackend:
 
     def _forget(self, attempt_id: str) -> None:
         """There is no pod of this attempt any more, and there will be none; what is being told is told first."""
-        if self._told.get(attempt_id) is False:
+        if attempt_id in self._writing:
             return
         self._told.pop(attempt_id, None)
         self._doomed.pop(attempt_id, None)
@@ -438,6 +442,10 @@ class KubernetesBackend:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             log.error("a step of the kubernetes backend failed", exc_info=task.exception())
+
+
+def _shown(finding: Finding) -> Look:
+    return Look(evidence=finding.evidence, fact=finding.fact, independent=finding.independent)
 
 
 def _blame(error: ApiError) -> Fact:
