@@ -16,6 +16,7 @@ from forge_server.domain import events as e
 from forge_server.domain.clock import Interval
 from forge_server.domain.outcome import Kind, Outcome
 from forge_server.domain.states import AttemptState, CallEnd, RolloutState
+from forge_server.lifecycle.attempts import SEAL_TO_VERIFY_S
 from forge_server.store import instance
 from forge_server.store import tables as t
 from forge_server.store.database import Store
@@ -119,6 +120,28 @@ async def test_a_silent_runner_is_sealed_before_it_is_given_up(world: World) -> 
         assert (await world.apply(passed)).applied
         assert (await world.attempt("at0")).state is state
     assert (await world.attempt("at0")).kind is Kind.RUNNER_LOST
+
+
+async def test_i5_the_verifiers_clock_waits_for_a_runner_that_is_being_missed(world: World) -> None:
+    """It would have kept that clock itself, and what it died of may not be known yet. Never longer than for a lost one;
+    harnesses from outside are not lost by silence."""
+    await world.run(rollouts=2)
+    await world.start("at0", "ro0", backend="kubernetes")
+    await world.start("at1", "ro1", backend="external")
+    for attempt in ("at0", "at1"):
+        await world.apply(e.AttemptSealed(attempt_id=attempt))
+    await world.lived(SEAL_TO_VERIFY_S)
+    for attempt in ("at0", "at1"):
+        await world.lifecycle.heartbeat(attempt)
+    due = {}
+    for silent in range(0, 61, 5):
+        due[silent] = {p.attempt_id for p in await world.lifecycle.due(60) if p.clock is e.Clock.VERIFY}
+        late = e.DeadlinePassed(attempt_id="at0", clock=e.Clock.VERIFY, limit_s=60)
+        if silent == 30:
+            assert (await world.apply(late)).refusal is e.Refusal.TOO_EARLY
+        await world.lived(5)
+    both = {"at0", "at1"}
+    assert due == {s: both if s < 15 or s >= 60 else {"at1"} for s in range(0, 61, 5)}
 
 
 async def test_i6_local_attempts_die_with_the_server_and_are_not_charged(world: World) -> None:

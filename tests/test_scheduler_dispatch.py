@@ -2,16 +2,19 @@
 
 import asyncio
 import contextlib
+import threading
 from collections import Counter
 from typing import Any
 
 import sqlalchemy as sa
+from api_rig import eventually
 from scheduler_rig import Rig, rig
 
 from forge_server.domain import events as e
 from forge_server.domain.errors import ClusterError, TaskError
 from forge_server.domain.events import Fact
 from forge_server.domain.ids import new_id
+from forge_server.scheduler import queue
 from forge_server.scheduler.backend import Gone, LaunchFailed, Look
 from forge_server.scheduler.scheduler import Options, Scheduler
 from forge_server.store import tables as t
@@ -278,6 +281,31 @@ async def test_a_failed_list_ends_nothing(tmp_path):
         it.fake.blind = True
         await it.scheduler.reconcile()
         assert not it.of("attempt_ended") and it.fake.stopped == []
+
+
+async def test_a_launch_that_ends_while_rows_are_read_is_in_flight(tmp_path, monkeypatch):
+    """I6: its slot is taken, and it is among those of which a closer look is taken, or that a stop ends."""
+    read, go_on = threading.Event(), threading.Event()
+
+    def slowly(connection, backend):
+        found = live(connection, backend)
+        read.set()
+        assert go_on.wait(120)
+        return found
+
+    async with dispatching(tmp_path, in_flight=1) as it:
+        live = queue.live
+        monkeypatch.setattr(queue, "live", slowly)
+        reconciling = asyncio.create_task(it.scheduler.reconcile())
+        try:
+            assert await asyncio.to_thread(read.wait, 120)
+            await it.group(n=1)
+            await launched(it, 1)
+            await eventually(lambda: not it.scheduler._launching)
+        finally:
+            go_on.set()
+        await reconciling
+        assert it.scheduler.live == {it.fake.launched[0].attempt_id}
 
 
 async def test_a_process_without_row_is_stopped(tmp_path):

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import sqlalchemy as sa
 from test_scheduler_dispatch import dispatching, launched
 
@@ -60,6 +61,59 @@ async def test_silence_without_explanation_is_the_agents(tmp_path: Path) -> None
         (ended,) = await it.ended()
         assert (ended.data["outcome"], ended.data["kind"]) == ("policy_failure", "runner_lost")
         assert (await it.attempts())[0]["evidence"]["details"] == {"alive": True}
+
+
+async def verifying(it: Any, silent_s: float) -> str:
+    """An attempt whose verifier's time is over, and that was not heard for a while."""
+    await it.group(n=1, max_attempts=1)
+    await launched(it, 1)
+    attempt_id: str = it.fake.launched[0].attempt_id
+    await working(it, attempt_id)
+    await it.lifecycle.apply(e.AttemptSealed(attempt_id=attempt_id))
+    await it.lifecycle.apply(e.VerifierFetched(attempt_id=attempt_id, verify_s=30.0))
+    await silent_for(it, attempt_id, silent_s)
+    over = sa.update(t.attempts).values(verify_deadline=t.attempts.c.verify_deadline - 1000)
+    await it.store.write(lambda c: c.execute(over))
+    return attempt_id
+
+
+@pytest.mark.parametrize("silent_s", [0, 3000])
+async def test_a_verifier_that_the_node_took_along_is_not_held_against_the_agent(
+    tmp_path: Path, silent_s: float
+) -> None:
+    """I5: a runner that lives reports before the verifier's clock is over."""
+    async with dispatching(tmp_path, in_flight=1, heartbeat_lost_s=3000.0) as it:
+        await verifying(it, silent_s)
+        it.fake.blind = True
+        await it.scheduler.sweep()
+        assert not it.of("attempt_ended")  # nobody can tell
+        it.fake.blind, it.fake.seen = False, Fact.NODE_LOST
+        await it.scheduler.sweep()
+        (ended,) = await it.ended()
+        assert (ended.data["outcome"], ended.data["kind"]) == ("infra_failure", "node_lost")
+
+
+@pytest.mark.parametrize("silent_s", [0, 3000])
+async def test_a_verifier_that_nothing_excuses_is_over(tmp_path: Path, silent_s: float) -> None:
+    async with dispatching(tmp_path, in_flight=1, heartbeat_lost_s=3000.0) as it:
+        await verifying(it, silent_s)
+        await it.scheduler.sweep()
+        (ended,) = await it.ended()
+        assert (ended.data["outcome"], ended.data["kind"]) == ("policy_failure", "verifier_crash")
+        assert (await it.attempts())[0]["evidence"]["details"] == {"alive": True}
+
+
+async def test_who_may_have_died_while_it_verified_has_the_time_to_be_missed(tmp_path: Path) -> None:
+    """I5: a node that is dead is told only after a while; until then it seems to be well."""
+    async with dispatching(tmp_path, in_flight=1, heartbeat_lost_s=3000.0) as it:
+        attempt_id = await verifying(it, 2000)
+        await it.scheduler.sweep()
+        assert not it.of("attempt_ended")
+        await silent_for(it, attempt_id, 1000)
+        it.fake.seen = Fact.NODE_LOST
+        await it.scheduler.sweep()
+        (ended,) = await it.ended()
+        assert (ended.data["outcome"], ended.data["kind"]) == ("infra_failure", "node_lost")
 
 
 async def test_the_startup_clock_stands_while_the_backend_waits(tmp_path: Path) -> None:

@@ -16,6 +16,9 @@ from forge_server.store import rows
 from forge_server.store import tables as t
 from forge_server.store.rows import AttemptRow
 
+MISSED = 0.25
+"""Of the silence that a runner is allowed: after that it is missed, if not yet lost."""
+
 _WATCHED: dict[Clock, frozenset[AttemptState]] = {
     Clock.STARTUP: frozenset({AttemptState.LAUNCHING, AttemptState.STARTING}),
     Clock.AGENT: frozenset({AttemptState.RUNNING}),
@@ -73,10 +76,21 @@ def is_due(attempt: AttemptRow, kind: Clock, now: float, silence_s: float, held:
     }[kind]
     if deadline is None or deadline > now:
         return False
-    if kind is not Clock.AGENT:
+    if kind is Clock.VERIFY:
+        return not _missed(attempt, now, silence_s)
+    if kind is Clock.STARTUP:
         return True
     assert attempt.running_at is not None
     return deadline + clock.uncharged(attempt.running_at, held) <= now
+
+
+def _missed(attempt: AttemptRow, now: float, silence_s: float) -> bool:
+    """Whether its runner is silent and will soon be lost. It watches the verifier's clock itself, so most likely it is
+    dead, and who knows why needs a while to say so: of a node up to 50 s."""
+    heard = attempt.heartbeat_at
+    if attempt.backend == EXTERNAL or heard is None:
+        return False
+    return heard + MISSED * silence_s <= now < heard + silence_s
 
 
 def left(attempt: AttemptRow, now: float, held: list[Interval]) -> float | None:

@@ -170,7 +170,8 @@ class Scheduler:
 
     async def sweep(self) -> None:
         """Tick: apply the deadlines that are behind. Of an attempt that is silent or late, a closer look is taken
-        first: what explains it goes before the clock (I5), and while nothing can be seen nothing is concluded."""
+        first: what explains it goes before the clock (I5), and while nothing can be seen nothing is concluded. The
+        agent's clock only seals, which says nothing of the runner."""
         now = self._clock()
         if now < self._sweep_from:
             return
@@ -178,18 +179,15 @@ class Scheduler:
             self._startups_from = now + self._options.startup_s
         doubtful = []
         for passed in await self._lifecycle.due(self._options.heartbeat_lost_s):
-            if (
-                passed.clock not in (e.Clock.STARTUP, e.Clock.HEARTBEAT)
-                or passed.attempt_id not in self._live
-            ):
+            if passed.clock is e.Clock.AGENT or passed.attempt_id not in self._live:
                 await self._lifecycle.apply(passed)
-            elif passed.clock is e.Clock.HEARTBEAT or not (
+            elif passed.clock is not e.Clock.STARTUP or not (
                 passed.attempt_id in self._launching or now < self._startups_from
             ):
                 doubtful.append(passed)
         for passed in doubtful:
             try:
-                silent = passed.clock is e.Clock.HEARTBEAT
+                silent = passed.clock is not e.Clock.STARTUP
                 look = await self._backend.look(passed.attempt_id, silent=silent)
             except ClusterError as error:
                 log.warning("nothing is concluded while the backend is blind", error=str(error))
@@ -204,6 +202,7 @@ class Scheduler:
         seems to be missing is looked for by its name (I7)."""
         try:
             running = await self._backend.running()
+            known = self._live - self._launching  # a launch may begin and end while the rows are read
             rows = {
                 a.attempt_id: a for a in await self._store.read(lambda c: queue.live(c, self._backend.name))
             }
@@ -211,7 +210,7 @@ class Scheduler:
             for attempt_id in orphans & self._orphans - self._stopping:
                 self._stop(attempt_id)  # one that has just finished may still be leaving
             self._orphans = orphans
-            self._live &= rows.keys() | self._launching
+            self._live -= known - rows.keys()
             self._note_idle()
             overdue = self._clock() - self._options.missing_s
             there = running | self._launching
