@@ -181,8 +181,19 @@ def test_a_trainer_resumes_before_what_was_rejected() -> None:
         _version(3, PolicyState.LIVE, 2),
         _version(4, PolicyState.REJECTED, 3),
     ]
-    assert [policy.resume_step(versions, "ru", n) for n in range(5)] == [0, 1, 2, 2, 4]
+    assert [policy.resume_step(versions, "ru", n) for n in range(5)] == [0, 1, 2, 2, 2]
     assert policy.acknowledged_step(versions, "ru") == 2
+
+
+def test_what_follows_a_rejected_checkpoint_is_as_bad() -> None:
+    """Steps 3 and 5 export nothing."""
+    base, refused = _version(0, PolicyState.LIVE, run=None), _version(1, PolicyState.REJECTED, 2)
+    assert [policy.resume_step([base, refused], "ru", n) for n in range(5)] == [0, 1, 1, 1, 1]
+    both = [base, refused, _version(2, PolicyState.REJECTED, 4)]
+    assert [policy.resume_step(both, "ru", n) for n in (3, 5)] == [1, 1]
+    taken = [base, refused, _version(2, PolicyState.EXPORTED, 4)]  # which was made of step 3
+    assert [policy.resume_step(taken, "ru", n) for n in (3, 4, 5)] == [3, 4, 5]
+    assert policy.resume_step([base, refused], "another", 5) == 5
 
 
 def test_a_changed_run_names_the_key() -> None:

@@ -12,6 +12,7 @@ import sqlalchemy as sa
 from controller_support import FakeTrainer, FakeWeights, World, eventually, settings, world, write_checkpoint
 
 from forge_server.domain import policy
+from forge_server.domain.engine import SwapReport
 from forge_server.domain.errors import CheckpointError, Conflict
 from forge_server.domain.policy import Version
 from forge_server.domain.run import RunEval
@@ -178,6 +179,59 @@ async def test_a_checkpoint_that_is_refused_after_its_trainer_came_again_is_made
         await w.reached(run_id, "completed")
         states = {(row.version, row.step): row.state for row in await w.rows(t.policies)}
         assert states == {(0, None): "retired", (1, 1): "rejected", (2, 1): "retired", (3, 2): "live"}
+
+
+class Held(FakeWeights):
+    """The first load takes until ``go``, and then finds the checkpoint at fault."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.go = asyncio.Event(), asyncio.Event()
+
+    async def swap(self, path: Path, version: int, manifest_sha256: str) -> SwapReport:
+        if not self.asked.is_set():
+            self.asked.set()
+            await self.go.wait()
+            raise CheckpointError("logprobs differ")
+        return await super().swap(path, version, manifest_sha256)
+
+
+async def test_what_was_trained_on_a_refused_checkpoint_is_trained_again(
+    database_url: str, tmp_path: Path
+) -> None:
+    """It is refused when the trainer has made the next step of it, which is not exported."""
+    weights = Held()
+    async with world(database_url, tmp_path, weights) as w:
+        await w.tasks()
+        run_id = await w.runs.create(settings(steps=4, mode="async", export_every=2, max_staleness=2))
+        trainer = w.trainer(run_id)
+        session = await trainer.open()
+
+        async def metrics(trainer: FakeTrainer, k: int) -> None:
+            while await trainer.batch(k) is None:
+                pass
+            await asyncio.to_thread(trainer.link.report_metrics, k, {"loss": 0.5})
+
+        await metrics(trainer, 1)
+        await metrics(trainer, 2)
+        await eventually(lambda: w.rows(t.batches, t.batches.c.k == 3))
+        made = write_checkpoint(Path(session.checkpoint_dir), run_id, 2)
+        await asyncio.to_thread(trainer.link.report_checkpoint, 2, *made)
+        await weights.asked.wait()
+        await metrics(trainer, 3)
+        weights.go.set()
+        assert "logprobs differ" in (await w.reached(run_id, "paused")).reason
+        await w.runs.resume(run_id)
+        again = w.trainer(run_id)
+        assert (await again.open(resume_step=3)).next_batch == 2
+        assert await step(again, session, run_id, 2) == 2
+        await metrics(again, 3)
+        assert await step(again, session, run_id, 4) == 3
+        await w.reached(run_id, "completed")
+        states = {(row.version, row.step): row.state for row in await w.rows(t.policies)}
+        assert states == {(0, None): "retired", (1, 2): "rejected", (2, 2): "retired", (3, 4): "live"}
+
+
 
 
 async def test_a_base_that_is_gone_pauses_the_run_with_the_reason(database_url: str, tmp_path: Path) -> None:

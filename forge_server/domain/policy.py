@@ -91,15 +91,14 @@ def acknowledged_step(versions: Sequence[Version], run_id: str, needed: Collecti
 
 
 def resume_step(versions: Sequence[Version], run_id: str, at_most: int) -> int:
-    """The newest step, ``at_most`` that, from which the run's trainer may go on: one whose checkpoint
-    was not rejected. 0: the weights the run started from.
+    """The newest step, ``at_most`` that, from which the run's trainer may go on. 0: the weights the run started from.
+
+    What follows a rejected checkpoint, with none after it that was not, was made of rejected weights: also a step
+    without a checkpoint of its own.
     """
-    states: dict[int, set[PolicyState]] = {}
-    for v in versions:
-        if v.run_id == run_id and v.step is not None:
-            states.setdefault(v.step, set()).add(v.state)
-    bad = {step for step, found in states.items() if found == {PolicyState.REJECTED}}
-    return next((step for step in range(at_most, 0, -1) if step not in bad), 0)
+    own = [(v.step, v.state) for v in versions if v.run_id == run_id and v.step is not None]
+    sound = max((step for step, state in own if state is not PolicyState.REJECTED), default=0)
+    return min([at_most, *(step - 1 for step, _ in own if step > sound)])
 
 
 def usable(versions: Sequence[Version], run_id: str, base: int | None, step: int) -> frozenset[int]:
