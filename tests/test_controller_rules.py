@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from forge_server.controller.measure import step_figures
 from forge_server.domain import policy
-from forge_server.domain.batches import Drop, EndedRollout, Move, Selection, next_move, select
+from forge_server.domain.batches import Drop, EndedRollout, Move, Selection, foreign, next_move, select
 from forge_server.domain.cohort import Group
 from forge_server.domain.draw import draw_harness, draw_tasks
 from forge_server.domain.errors import Conflict
@@ -92,6 +92,10 @@ def test_why_groups_are_dropped() -> None:
         "another's": Drop.STALE,
     }
     assert list(selection.groups) == ["good"]
+    others = [rollout(0.0, versions=frozenset({4})), rollout(0.0, versions=frozenset({2}))]
+    assert foreign(others, frozenset({2, 3})) and not foreign(others, frozenset({2, 4}))
+    lost = [rollout(0.0, versions=frozenset({4}), outcome=Outcome.INFRA_FAILURE)]
+    assert not foreign(lost, frozenset({2}))
 
 
 def test_the_share_of_mixed_groups_is_of_those_whose_rewards_were_judged() -> None:

@@ -54,8 +54,16 @@ async def ended(w: World, run_id: str, n: int) -> Any:
     return len(done) >= (n or len(there))
 
 
-async def put_live_in_between(w: World, run_id: str, let: asyncio.Event) -> None:
-    """Version 0 answers what is in flight while the run is paused; earlier nobody may put it live."""
+async def begun(w: World, run_id: str, n: int) -> bool:
+    """Whether ``n`` rollouts of the run have been given to somebody."""
+    there = await w.rows(t.rollouts, t.rollouts.c.run_id == run_id)
+    return sum(row.state != "pending" for row in there) >= n
+
+
+async def put_live_in_between(w: World, run_id: str, let: asyncio.Event, n: int) -> None:
+    """Version 0 answers those of the run's ``n`` rollouts that are in flight when it is paused; earlier nobody may put
+    it live."""
+    await eventually(lambda: begun(w, run_id, n))
     with pytest.raises(Conflict, match="pause the run first"):
         await w.controller.activate(0)
     await w.runs.pause(run_id, "by a person")
@@ -115,10 +123,40 @@ async def test_what_a_person_put_live_meanwhile_is_not_trained(database_url: str
         session = await trainer.open()
         assert await step(trainer, session, run_id, 1) == 1
         await eventually(lambda: w.rows(t.groups, t.groups.c.step == 2))
-        await put_live_in_between(w, run_id, let)
+        await put_live_in_between(w, run_id, let, 8)
         assert await step(trainer, session, run_id, 2) == 2
         assert await versions_trained(w, run_id, 2) == {1}
         await w.reached(run_id, "completed")
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+async def test_equal_rewards_of_other_weights_say_nothing_of_these(
+    database_url: str, tmp_path: Path, mode: str
+) -> None:
+    asked: set[str] = set()
+
+    def reward(row: Any, step: int, slot: int) -> float:
+        asked.add(row.id)
+        return 0.0 if step == 2 and len(asked) <= 8 else float(slot % 2)
+
+    async with world(database_url, tmp_path, reward=reward) as w:
+        await w.tasks()
+        let = slowly(w, lambda row, before: before >= 4)  # those of the second step
+        run_id = await w.runs.create(settings(mode=mode, max_staleness=0, max_generation_batches=1))
+        trainer = w.trainer(run_id)
+        session = await trainer.open()
+        assert await step(trainer, session, run_id, 1) == 1
+        await put_live_in_between(w, run_id, let, 8)
+        assert await step(trainer, session, run_id, 2) == 2
+        await w.reached(run_id, "completed")
+        assert await versions_trained(w, run_id, 2) == {1}
+        if mode == "sync":
+            figures = await w.metrics(run_id, 2)
+            assert (figures["reward/mean"], figures["groups/drawn"], figures["groups/mixed_share"]) == (
+                0.5,
+                2,
+                1,
+            )
 
 
 @pytest.mark.parametrize("kind", ["eval", "train"])
@@ -133,7 +171,7 @@ async def test_a_round_of_evaluation_is_of_one_version(database_url: str, tmp_pa
         how = {"split": "test"} if kind == "eval" else {"eval": RunEval(k=2)}
         run_id = await w.runs.create(settings(name="measured", kind=kind, steps=1, **how))
         await eventually(lambda: ended(w, run_id, 2))
-        await put_live_in_between(w, run_id, let)
+        await put_live_in_between(w, run_id, let, 6)
         measured = await eventually(lambda: w.metrics(run_id, 0, "eval"))
         r, c = t.rollouts.c, t.calls.c
         query = (

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from forge_server.controller.generation import Workshop
 from forge_server.controller.runs import Run
 from forge_server.domain import policy
-from forge_server.domain.batches import Drop, Move, next_move, select
+from forge_server.domain.batches import Drop, Move, foreign, next_move, select
 from forge_server.domain.policy import Version
 
 
@@ -27,13 +27,14 @@ async def generate(workshop: Workshop, run: Run, versions: Sequence[Version], li
         return True
     complete = [group for group in groups if group.complete]
     rollouts = await workshop.look_at(run, complete)
-    selection = select(rollouts, policy.usable(versions, run.id, run.base_version, run.step))
-    stale = [group for group in complete if selection.dropped.get(group.id) is Drop.STALE]
+    usable = policy.usable(versions, run.id, run.base_version, run.step)
+    stale = [group for group in complete if foreign(rollouts[group.id], usable)]
     if stale:
         await workshop.drop(stale, Drop.STALE)
         return True
     if len(complete) < len(groups):
         return False
+    selection = select(rollouts)
     rounds, found = len({group.round for group in groups}), len(selection.groups)
     move = next_move(found, settings.groups, rounds, settings.max_generation_batches)
     if move is Move.DRAW:

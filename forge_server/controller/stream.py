@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from forge_server.controller.generation import Workshop
 from forge_server.controller.runs import Run
 from forge_server.domain import policy
-from forge_server.domain.batches import Drop, Selection, select
+from forge_server.domain.batches import Selection, foreign, select
 from forge_server.domain.policy import Version
 
 
@@ -22,12 +22,14 @@ async def generate(workshop: Workshop, run: Run, versions: Sequence[Version], li
     rollouts = await workshop.look_at(run, complete)
     usable = policy.usable(versions, run.id, run.base_version, run.step - settings.max_staleness)
     if live not in usable:
-        return False  # the next one is on its way from the trainer: what is sampled until then would be too old
+        # the next one is on its way from the trainer: what is sampled until then would be too old
+        return False
     selection = select(rollouts, usable)
     ready, at_trainer = len(selection.groups), run.step - await cohorts.trained(run.id)
 
     if not at_trainer:
-        silent = sum(reason is not Drop.STALE for reason in selection.dropped.values())
+        # what other weights sampled says nothing of what these can learn from
+        silent = sum(not foreign(rollouts[group_id], usable) for group_id in selection.dropped)
         exhausted = silent >= settings.max_generation_batches * settings.groups
         if ready >= settings.groups or (ready and exhausted):
             first = dict(list(selection.groups.items())[: settings.groups])

@@ -77,9 +77,14 @@ def judge(rollouts: Sequence[EndedRollout], usable: frozenset[int] | None = None
         return Drop.TOO_FEW_VALID
     if len({r.reward for r in trainable}) == 1:
         return Drop.EQUAL_REWARDS
-    if usable is not None and any(r.versions - usable for r in trained):
+    if usable is not None and foreign(trained, usable):
         return Drop.STALE
     return None
+
+
+def foreign(rollouts: Sequence[EndedRollout], usable: frozenset[int]) -> bool:
+    """Whether other policy versions have sampled of a valid rollout: its reward is theirs, whatever it is."""
+    return any(r.versions - usable for r in rollouts if r.valid)
 
 
 def select(groups: Mapping[str, Sequence[EndedRollout]], usable: frozenset[int] | None = None) -> Selection:
