@@ -272,6 +272,29 @@ async def test_a_second_run_waits_for_the_policy(database_url: str, tmp_path: Pa
         assert [p.parent_version for p in await w.rows(t.policies)] == [None, 0, 1]
 
 
+async def test_a_run_that_waits_for_the_policy_is_paused_by_a_person(
+    database_url: str, tmp_path: Path
+) -> None:
+    """It does not go on by itself any more, and who came after it has the policy."""
+    async with world(database_url, tmp_path) as w:
+        await w.tasks()
+        first = await w.runs.create(settings(steps=1))
+        second = await w.runs.create(settings(name="second", steps=1))
+        third = await w.runs.create(settings(name="third", steps=1))
+        for waiting in (second, third):
+            assert (await w.reached(waiting, "paused")).reason == "policy_busy"
+        await w.runs.pause(second, "by a person")
+        assert (await w.run_row(second)).reason == "by a person"
+        assert await w.trainer(first).run() == "ended"
+        await w.reached(third, "active")
+        assert await w.trainer(third).run() == "ended"
+        await w.reached(third, "completed")
+        row = await w.run_row(second)
+        assert (row.state, row.reason) == ("paused", "by a person")
+        await w.runs.resume(second)
+        assert await w.trainer(second).run() == "ended"
+
+
 async def test_a_run_is_known_by_its_name(database_url: str, tmp_path: Path) -> None:
     async with world(database_url, tmp_path, drive=False) as w:
         run_id = await w.runs.create(settings(eval=RunEval(k=2)))

@@ -10,6 +10,7 @@ from lifecycle_world import World
 from forge_server.domain import events as e
 from forge_server.domain.events import EventRow, Refusal
 from forge_server.domain.outcome import Kind, Outcome
+from forge_server.domain.policy import POLICY_BUSY
 from forge_server.domain.states import AttemptState, RolloutState, RunState
 from forge_server.store import batch_bodies
 from forge_server.store import tables as t
@@ -215,6 +216,24 @@ async def test_the_breaker_pauses_the_run_and_says_why(database_url: str) -> Non
         assert (await world.apply(blocked)).applied
     finally:
         store.close()
+
+
+async def test_a_pause_that_ends_by_itself_gives_way_to_another(world: World) -> None:
+    """Whoever lifts it has read the row before."""
+    await world.run()
+    waits, person = e.RunPaused(run_id="ru", reason=POLICY_BUSY), e.RunPaused(run_id="ru", reason="a person")
+    lifted = e.RunResumed(run_id="ru", reason=POLICY_BUSY)
+    assert (await world.apply(waits)).applied
+    assert (await world.apply(waits)).refusal is Refusal.REPEAT
+    assert [row.kind for row in (await world.apply(person)).rows] == ["run_paused"]
+    for late in (waits, person):
+        assert (await world.apply(late)).refusal is Refusal.REPEAT
+    assert (await world.apply(lifted)).refusal is Refusal.WRONG_STATE
+    run = await world.run_row()
+    assert (run.state, run.reason) == (RunState.PAUSED, "a person")
+    assert (await world.apply(e.RunResumed(run_id="ru"))).applied
+    assert (await world.apply(waits)).applied and (await world.apply(lifted)).applied
+    assert (await world.apply(lifted)).refusal is Refusal.REPEAT
 
 
 async def test_attempts_that_one_fault_took_count_once_for_the_breaker(world: World) -> None:

@@ -22,13 +22,13 @@ from forge_server.controller.swap import Swapper
 from forge_server.domain.engine import EngineUnavailable
 from forge_server.domain.errors import CheckpointError, Conflict, EngineError, ForgeError, StoreError
 from forge_server.domain.events import EventRow, RunPaused, RunResumed
+from forge_server.domain.policy import POLICY_BUSY
 from forge_server.domain.states import PolicyState, RunState
 from forge_server.store.database import Store
 
 log = structlog.get_logger(__name__)
 
 IDLE_S = 30.0
-POLICY_BUSY = "policy_busy"
 LEAVE_S = 60.0
 """How long a trainer may take to leave by itself once its run has ended."""
 ENGINE_TRIES = 8
@@ -161,7 +161,7 @@ class Controller:
         if run.state is RunState.PAUSED:
             await self._drop_keeper(run.id)
             if run.reason == POLICY_BUSY and not busy:
-                await self._lifecycle.apply(RunResumed(run_id=run.id))
+                await self._lifecycle.apply(RunResumed(run_id=run.id, reason=POLICY_BUSY))
                 return True
             return False
         if busy:

@@ -40,7 +40,10 @@ class RunPaused(Event, frozen=True, kw_only=True):
 
 
 class RunResumed(Event, frozen=True, kw_only=True):
+    """With a ``reason`` only if it is paused for that one."""
+
     run_id: str
+    reason: str = ""
 
 
 class RunEnded(Event, frozen=True, kw_only=True):

@@ -17,6 +17,9 @@ import msgspec
 from forge_server.domain.errors import Conflict
 from forge_server.domain.states import PolicyState
 
+POLICY_BUSY = "policy_busy"
+"""Why a run is paused that waits for an older one to have done with the policy; it is resumed by itself."""
+
 POLICY_STEPS: dict[PolicyState, frozenset[PolicyState]] = {
     PolicyState.EXPORTED: frozenset({PolicyState.LOADING, PolicyState.REJECTED}),
     PolicyState.LOADING: frozenset(

@@ -6,6 +6,7 @@ from forge_server.domain import events as e
 from forge_server.domain.clock import Interval
 from forge_server.domain.events import Refusal
 from forge_server.domain.outcome import Outcome
+from forge_server.domain.policy import POLICY_BUSY
 from forge_server.domain.states import RolloutState, RunState
 from forge_server.lifecycle import attempts, deadlines
 from forge_server.lifecycle.change import Change
@@ -43,9 +44,11 @@ def run_paused(change: Change, event: e.RunPaused) -> Refusal | None:
     run = change.run(event.run_id)
     if run is None:
         return Refusal.UNKNOWN
-    if run.state is RunState.PAUSED:
+    # who waits for the policy goes on by itself: not if there is another reason to stay
+    waits = run.reason == POLICY_BUSY and event.reason != POLICY_BUSY
+    if run.state is RunState.PAUSED and not waits:
         return Refusal.REPEAT
-    if run.state is not RunState.ACTIVE:
+    if run.state not in _GOING:
         return Refusal.ENDED
     change.move_run(run, RunState.PAUSED, reason=event.reason)
     change.emit("run_paused", run_id=run.id, reason=event.reason)
@@ -60,6 +63,8 @@ def run_resumed(change: Change, event: e.RunResumed) -> Refusal | None:
         return Refusal.REPEAT
     if run.state is not RunState.PAUSED:
         return Refusal.ENDED
+    if event.reason and run.reason != event.reason:
+        return Refusal.WRONG_STATE
     change.move_run(run, RunState.ACTIVE, reason="", infra_streak=0, infra_since=None)
     change.emit("run_resumed", run_id=run.id)
     return None
