@@ -270,6 +270,24 @@ async def test_what_was_trained_on_a_refused_checkpoint_is_trained_again(
         assert states == {(0, None): "retired", (1, 2): "rejected", (2, 2): "retired", (3, 4): "live"}
 
 
+async def test_the_load_of_a_base_is_no_figure_of_the_run(database_url: str, tmp_path: Path) -> None:
+    """The base was made by another run, in a step of that one."""
+    async with world(database_url, tmp_path) as w:
+        await w.tasks()
+        older = await w.runs.create(settings(name="older", steps=2))
+        await w.trainer(older).run()
+        await w.reached(older, "completed")
+        assert "seconds/swap" in await w.metrics(older, 2)
+        younger = await w.runs.create(settings(name="younger", steps=1))
+        await eventually(lambda: w.rows(t.groups, t.groups.c.run_id == younger))
+        await w.runs.pause(younger, "by a person")
+        await w.controller.activate(0)
+        await w.runs.resume(younger)
+        await eventually(lambda: w.policies.current == 2)
+        await w.trainer(younger).run()
+        await w.reached(younger, "completed")
+        assert "seconds/swap" in await w.metrics(younger, 1)
+        assert await w.metrics(younger, 2) == {}
 
 
 async def test_a_base_that_is_gone_pauses_the_run_with_the_reason(database_url: str, tmp_path: Path) -> None:

@@ -157,7 +157,8 @@ class Steps:
             if (await self._policies.get(head.version)).state is PolicyState.REJECTED:
                 return  # the next look pauses the run
             raise  # it was live before, and is what the run goes on from all the same
-        if report is None or head.step is None:
+        step = run.step_of(head)
+        if report is None or not step:
             return
         now = self._clock()
         figures = {
@@ -165,7 +166,6 @@ class Steps:
             "seconds/held": self._swapper.held_s.get(head.version, report.total_s),
             "swap/probe_max_gap": report.probe_max_gap,
         }
-        step = head.step
 
         def write(connection: Connection) -> None:
             merge_metrics(
