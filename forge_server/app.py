@@ -158,6 +158,9 @@ class _NoEngine:
     async def swap(self, path: Path, version: int, manifest_sha256: str) -> Any:
         raise ConfigError(f"the engine is {self.reason}")
 
+    def moved(self, version: int, path: Path) -> None:
+        """Nothing serves it."""
+
     async def version(self) -> int | None:
         return None
 
@@ -321,6 +324,7 @@ class Server:
             self.lifecycle,
             self.bells,
             lambda run_id: settings.data_dir / "checkpoints" / run_id,
+            lambda version, folder: self.engine.moved(version, folder),
             overrides=settings.trainer.overrides,
             lease_s=settings.trainer.lease_s,
         )

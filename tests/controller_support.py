@@ -354,6 +354,7 @@ class World:
         self.bells = Bells()
         self.gate = FakeGate()
         self.launcher = FakeLauncher()
+        self.moved: list[tuple[int, Path]] = []
         self.policies = Policies(store, self.lifecycle, "default")
         self.cohorts = Cohorts(store, self.lifecycle)
         self.link = TrainerLink(
@@ -361,6 +362,7 @@ class World:
             self.lifecycle,
             self.bells,
             lambda run_id: folder / run_id / "checkpoints",
+            lambda version, path: self.moved.append((version, path)),
             overrides=overrides,
         )
         self.swapper = Swapper(self.policies, self.lifecycle, weights, self.gate, drain_s=5.0)

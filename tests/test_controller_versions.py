@@ -363,6 +363,7 @@ async def test_sound_weights_take_the_place_of_damaged_ones(database_url: str, t
         assert await trainer.report(1, sound, digest) == 1
         (version,) = await w.rows(t.policies, t.policies.c.version == 1)
         assert (version.path, version.state) == (sound, "live")
+        assert w.moved == [(1, Path(path)), (1, Path(sound))]
 
 
 async def test_a_rollout_beyond_the_length_limit_counts_in_its_group(

@@ -3,6 +3,7 @@ serves afterwards."""
 
 import copy
 import errno
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -256,6 +257,35 @@ async def test_an_attached_engine_that_restarted_gets_the_current_weights_again(
         await until(lambda: pool.ready and second.loaded == policies[1].path)
         assert second.label == policies[1].label
         await pool.chat({"messages": []}, request_id="r")
+        await pool.close()
+
+
+async def test_weights_that_were_written_again_are_read_where_they_are(
+    policies: list[Policy], tmp_path: Path
+) -> None:
+    """By what undoes a swap, and by what brings up an engine."""
+    old = policies[1].path
+    assert old is not None and policies[2].path is not None
+    sound = shutil.copytree(old, tmp_path / "again")
+    async with FakeEngine(policies[0].path).serving() as first:
+        pool = pool_of(first.url, policy=policies[0])
+        pool.start()
+        await pool.wait_ready(120)
+        await pool.swap(old, 1, policies[1].manifest_sha256)
+        for file in old.glob("huggingface/*"):
+            file.write_bytes(b"damaged")
+        pool.moved(1, sound)
+        pool.moved(0, tmp_path / "another's")
+        first.spoil.add(policies[2].path.name)
+        with pytest.raises(CheckpointError):
+            await pool.swap(policies[2].path, 2, policies[2].manifest_sha256)
+        assert (pool.current, first.loaded) == (1, sound)
+        port = first.port
+    with pytest.raises(EngineUnavailable):
+        await pool.chat({"messages": []}, request_id="r")
+    async with FakeEngine(policies[0].path).serving(port) as second:
+        await until(lambda: pool.ready and second.loaded == sound)
+        assert second.label == policies[1].label
         await pool.close()
 
 

@@ -116,7 +116,8 @@ class BatchBody(msgspec.Struct, frozen=True):
 
 
 class TrainerLink:
-    """``overrides`` go before the run's own; ``folder`` gives a run's checkpoint folder."""
+    """``overrides`` go before the run's own; ``folder`` gives a run's checkpoint folder; ``moved`` is told where the
+    weights of each version lie that is reported: a live one may have been written again, to another folder."""
 
     def __init__(
         self,
@@ -124,12 +125,14 @@ class TrainerLink:
         events: Events,
         bells: Bells,
         folder: Callable[[str], Path],
+        moved: Callable[[int, Path], None],
         *,
         overrides: tuple[str, ...] = (),
         lease_s: float = 60.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._store, self._events, self._bells, self._folder = store, events, bells, folder
+        self._moved = moved
         self._overrides, self._lease_s, self._clock = overrides, lease_s, clock
         self._closed = False
 
@@ -318,6 +321,7 @@ class TrainerLink:
 
         note = Noted(kind="checkpoint_reported", run_id=run_id, data={"step": report.k, "path": report.path})
         await self._events.apply(note, also=also)
+        self._moved(versions[-1], Path(report.path))
         self._bells.ring(run_id)
         return CheckpointReply(version=versions[-1])
 

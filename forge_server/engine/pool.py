@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+
 from forge_server.domain.call import Ids
 from forge_server.domain.engine import (
     ChatResult,
@@ -203,6 +205,11 @@ class EnginePool:
         """The version that the replicas say they serve; None when none is up, or they do not agree."""
         labels = {await EngineControl(client).label() for client in self._clients()}
         return version_of(labels.pop() or "") if len(labels) == 1 else None
+
+    def moved(self, version: int, path: Path) -> None:
+        """The weights of ``version`` were written again, to ``path``: they are read there when they are next needed."""
+        if version == self._policy.version:
+            self._policy = msgspec.structs.replace(self._policy, path=path)
 
     async def swap(self, path: Path, version: int, manifest_sha256: str) -> SwapReport:
         """Serve the checkpoint ``path`` as ``version``; see ``weights.swap``.
