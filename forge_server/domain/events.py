@@ -258,7 +258,7 @@ class Clock(StrEnum):
 class DeadlinePassed(Event, frozen=True, kw_only=True):
     """A sweep found a deadline behind. It is checked again in the transaction, holds included.
 
-    ``limit_s`` is the silence allowed, for the heartbeat clock only; ``evidence`` is what was seen of the attempt.
+    ``limit_s`` is the silence allowed, for the clocks that look at it; ``evidence`` is what was seen of the attempt.
     """
 
     attempt_id: str
