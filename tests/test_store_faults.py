@@ -225,6 +225,23 @@ async def test_what_became_of_a_commit_whose_answer_was_lost_is_asked(
         way.listener.close()
 
 
+def test_a_postgres_that_does_not_answer_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(engines.PATIENCE, "connect_timeout", 2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        # the kernel takes the connection, nobody reads from it
+        url = f"postgresql://somebody@127.0.0.1:{silent.getsockname()[1]}/forge"
+        with pytest.raises(StoreError, match=r"cannot be reached.*timeout"):
+            Store.open(url)
+
+
+@pytest.mark.parametrize("database_url", ["postgres"], indirect=True)
+def test_the_urls_own_bounds_stay(database_url: str) -> None:
+    with engines.writer(sa.make_url(database_url + "&keepalives_idle=77")).connect() as connection:
+        given = connection.connection.driver_connection.info.get_parameters()  # type: ignore[union-attr]
+    assert (given["keepalives_idle"], given["keepalives_count"]) == ("77", "3")
+    assert given["tcp_user_timeout"] == "30000"
+
+
 def test_a_second_server_is_refused_and_a_reader_is_not(database_url: str) -> None:
     first = Store.open(database_url, create=True)
     try:

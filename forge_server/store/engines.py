@@ -17,6 +17,16 @@ from forge_server.domain.errors import StoreError
 BUSY_MS = 5000
 """How long a statement waits for another program's lock on the file."""
 
+PATIENCE = {
+    "connect_timeout": 10,
+    "tcp_user_timeout": 30_000,
+    "keepalives_idle": 15,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+}
+"""libpq's parameters, in seconds, ``tcp_user_timeout`` in ms: without them a Postgres whose machine is gone is waited
+for a quarter of an hour, or two hours. What the URL states itself stays. A long statement is not cut short."""
+
 
 def parse(url: str) -> sa.URL:
     """Check the URL: an SQLite file or Postgres through psycopg. Raises StoreError."""
@@ -77,8 +87,9 @@ def reader(url: sa.URL, connections: int) -> sa.Engine:
 
 
 def _postgres(url: sa.URL, **options: Any) -> sa.Engine:
+    bounds = {name: value for name, value in PATIENCE.items() if name not in url.query}
     try:
-        return sa.create_engine(url, hide_parameters=True, **options)
+        return sa.create_engine(url, hide_parameters=True, connect_args=bounds, **options)
     except ModuleNotFoundError as error:
         raise StoreError(
             f"the driver of Postgres is missing ({error.name})",
