@@ -190,6 +190,22 @@ def test_what_training_may_have_to_go_back_to_is_not_pruned(trainer: Trainer, tm
     assert done.stdout.strip() == "[5, 9, 10] 5", done.stderr
 
 
+def test_nothing_goes_on_from_what_was_made_of_rejected_weights(trainer: Trainer, tmp_path: Path) -> None:
+    """Step 4 was refused when 7 was trained: the states of 4 to 7 are given up, the weights of 4 may be served."""
+    for k in range(1, 8):
+        (tmp_path / f"step_{k:05d}" / "state").mkdir(parents=True)
+    for k in (2, 4):
+        (tmp_path / f"step_{k:05d}" / "manifest.json").write_text("{}")
+    code = (
+        "import sys; from pathlib import Path; from forge_server.trainer import checkpoint as c; "
+        "folder = Path(sys.argv[1]); c.forsake(folder, after=3); "
+        "print([x.step for x in c.complete(folder)], c.newest_state(folder).step)"
+    )
+    done = trainer.run("-c", code, str(tmp_path))
+    assert done.stdout.strip() == "[1, 2, 3, 4] 3", done.stderr
+    assert not any(path.name.startswith(".") for path in tmp_path.iterdir())
+
+
 def test_a_manifest_verifies_and_a_flipped_byte_is_found(
     trainer: Trainer, uninterrupted: Uninterrupted, tmp_path: Path
 ) -> None:
@@ -316,6 +332,9 @@ def test_sent_back_it_replays_and_keeps_what_differs_apart(
         "step_00003",
         "step_00003_r2",
     ]
+    # a life that came now would go on from the step that was made anew
+    states = sorted(path.parent.name for path in folder.glob("*/state"))
+    assert states == ["step_00001", "step_00002", "step_00003_r2"]
 
 
 def test_a_replay_that_comes_out_the_same_does_not_keep_damaged_weights(

@@ -77,6 +77,18 @@ def discard_unfinished(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def forsake(folder: Path, *, after: int) -> None:
+    """Let nothing go on from steps after ``after``. Their weights stay: the engine may serve them (I8). Only the holder
+    of the session may call it, after ``discard_unfinished``."""
+    for checkpoint in complete(folder):
+        if checkpoint.step > after and checkpoint.has_state:
+            weights = checkpoint.manifest_sha256 is not None
+            _remove(
+                checkpoint.path / STATE if weights else checkpoint.path,
+                folder / f".{checkpoint.path.name}.old",
+            )
+
+
 def prune(folder: Path, *, acked_step: int) -> None:
     """Remove checkpoints older than the one the engine acknowledged; what training resumes from stays, also if all
     that is newer than that one is rejected."""
@@ -84,10 +96,13 @@ def prune(folder: Path, *, acked_step: int) -> None:
     needed = {state.path for state in states if state is not None}
     for checkpoint in complete(folder):
         if checkpoint.step < acked_step and checkpoint.path not in needed:
-            # Rename first: a folder that is being removed must not look complete.
-            doomed = checkpoint.path.with_name(f".{checkpoint.path.name}.old")
-            checkpoint.path.rename(doomed)
-            shutil.rmtree(doomed)
+            _remove(checkpoint.path, folder / f".{checkpoint.path.name}.old")
+
+
+def _remove(path: Path, doomed: Path) -> None:
+    """Under another name first: a folder that is being removed must not look complete."""
+    path.rename(doomed)
+    shutil.rmtree(doomed)
 
 
 def save(

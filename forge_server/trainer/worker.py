@@ -90,10 +90,12 @@ class Worker:
         if resume is not None:
             sha256 = resume.manifest_sha256
             session = link.open(world_size=world_size, resume_step=resume.step, resume_manifest_sha256=sha256)
-            if session.next_batch <= resume.step:
-                # The server lost or rejected what came after: go back to where it stands.
-                resume = checkpoint.newest_state(folder, at_most=session.next_batch - 1)
         checkpoint.discard_unfinished(folder)
+        if resume is not None and session.next_batch <= resume.step:
+            # The server lost or rejected what came after: go back to where it stands. Once it has gone on from there
+            # nothing tells the states that came after from those of its new way.
+            checkpoint.forsake(folder, after=session.next_batch - 1)
+            resume = checkpoint.newest_state(folder)
         return session, resume
 
     def _wait_for(self, k: int) -> bytes | None:
