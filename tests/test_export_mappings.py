@@ -298,6 +298,15 @@ def test_the_baseline_is_that_of_the_trainable_rollouts(store: Store, tmp_path: 
     assert [row["is_last_step"] for row in skyrl] == [True, False, True, True, True]
 
 
+async def test_what_other_weights_sampled_in_part_is_left_out(store: Store, tmp_path: Path) -> None:
+    dropped = sa.update(t.groups).where(t.groups.c.id == "gr-1").values(dropped="stale")
+    await store.write(lambda connection: connection.execute(dropped) and None)
+    report = export_peer(store, find_run(store, "first", WINDOW), "verl", tmp_path / "out.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert {row["uid"] for row in rows} == {"gr-5"}
+    assert report.left_out == LEFT_OUT - Counter(infra_failure=1) + Counter(stale=3)
+
+
 def test_a_reward_limit_would_move_a_baseline_and_is_refused(tmp_path: Path) -> None:
     for target in MAPPINGS:
         with pytest.raises(ExportError, match="baseline"):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from forge_server.domain.batches import EndedRollout, advantages, judge
+from forge_server.domain.batches import Drop, EndedRollout, advantages, judge
 from forge_server.domain.outcome import Outcome
 from forge_server.export.mappings import MAPPINGS
 from forge_server.export.mappings.source import TrainedRollout
@@ -37,7 +37,10 @@ def export_peer(reader: Reader, run: Run, target: str, path: Path) -> ExportRepo
 def trained_rollouts(reader: Reader, run: Run, report: ExportReport) -> Iterator[TrainedRollout]:
     """The rollouts that are trained, group by group; ``report`` counts them and those that are not."""
     trained_groups = 0
-    for _, members in groups(reader, run):
+    for _, dropped, members in groups(reader, run):
+        if dropped == Drop.STALE:  # in part by other weights, or by too old ones
+            report.left_out[dropped] += len(members)
+            continue
         kept = _trained(reader, run, members, report)
         for rollout, found, advantage in kept:
             yield TrainedRollout(

@@ -80,19 +80,19 @@ def rollouts(reader: Reader, run: Run) -> Iterator[Rollout]:
         after = page[-1]["id"]
 
 
-def groups(reader: Reader, run: Run) -> Iterator[tuple[str, tuple[Rollout, ...]]]:
-    """Every group of the run with its rollouts by slot."""
+def groups(reader: Reader, run: Run) -> Iterator[tuple[str, str, tuple[Rollout, ...]]]:
+    """Every group of the run: its id, why it was dropped ("" if it was not), its rollouts by slot."""
     g, r = t.groups.c, t.rollouts.c
     after = ""
     while True:
-        query = sa.select(g.id).where(g.run_id == run.id, g.id > after).order_by(g.id).limit(PAGE)
-        page = [row["id"] for row in _rows(reader, query)]
-        for group_id in page:
-            members = _rows(reader, _rollouts(r.group_id == group_id).order_by(r.slot, r.id))
-            yield group_id, tuple(Rollout(**row) for row in members)
+        query = sa.select(g.id, g.dropped).where(g.run_id == run.id, g.id > after).order_by(g.id).limit(PAGE)
+        page = _rows(reader, query)
+        for group in page:
+            members = _rows(reader, _rollouts(r.group_id == group["id"]).order_by(r.slot, r.id))
+            yield group["id"], group["dropped"], tuple(Rollout(**row) for row in members)
         if len(page) < PAGE:
             return
-        after = page[-1]
+        after = page[-1]["id"]
 
 
 def without_group(reader: Reader, run: Run) -> int:
