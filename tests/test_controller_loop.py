@@ -244,6 +244,40 @@ async def test_async_pauses_when_nothing_can_be_learnt(database_url: str, tmp_pa
         assert len([g for g in groups if g.dropped == "equal_rewards"]) >= 6
 
 
+async def test_async_draws_no_more_than_a_step_may_while_the_trainer_works(
+    database_url: str, tmp_path: Path
+) -> None:
+    """Two groups have a signal, and are the first batch."""
+    first: dict[str, None] = {}
+
+    def reward(row: Any, step: int, slot: int) -> float:
+        if len(first) < 2:
+            first[row.group_id] = None
+        return float(slot % 2) if row.group_id in first else 1.0
+
+    async with world(database_url, tmp_path, reward=reward) as w:
+        await w.tasks()
+        run_id = await w.runs.create(settings(mode="async", max_generation_batches=2))
+        trainer = w.trainer(run_id)
+        await trainer.open()
+        assert await trainer.batch(1)
+
+        async def drawn() -> int:
+            """Groups for the next step."""
+            return len(await w.rows(t.groups, t.groups.c.batch_k.is_(None), t.groups.c.dropped == ""))
+
+        async def enough() -> bool:
+            return await drawn() >= 4
+
+        await eventually(enough)
+        for _ in range(20):
+            w.bells.ring(run_id)
+            await asyncio.sleep(0.05)
+        assert await drawn() <= 4 + 2  # what was in flight when the fourth ended
+        await asyncio.to_thread(trainer.link.report_metrics, 1, {"loss": 0.1})
+        assert (await w.reached(run_id, "paused")).reason.startswith("no_signal")
+
+
 async def test_async_exports_less_often_than_it_trains(database_url: str, tmp_path: Path) -> None:
     async with world(database_url, tmp_path) as w:
         await w.tasks()

@@ -27,10 +27,10 @@ async def generate(workshop: Workshop, run: Run, versions: Sequence[Version], li
     selection = select(rollouts, usable)
     ready, at_trainer = len(selection.groups), run.step - await cohorts.trained(run.id)
 
+    # what other weights sampled says nothing of what these can learn from
+    silent = sum(not foreign(rollouts[group_id], usable) for group_id in selection.dropped)
+    exhausted = silent >= settings.max_generation_batches * settings.groups
     if not at_trainer:
-        # what other weights sampled says nothing of what these can learn from
-        silent = sum(not foreign(rollouts[group_id], usable) for group_id in selection.dropped)
-        exhausted = silent >= settings.max_generation_batches * settings.groups
         if ready >= settings.groups or (ready and exhausted):
             first = dict(list(selection.groups.items())[: settings.groups])
             chosen = Selection(groups=first, dropped=selection.dropped)
@@ -41,6 +41,8 @@ async def generate(workshop: Workshop, run: Run, versions: Sequence[Version], li
             await workshop.pause_without_signal(run, complete, rollouts, selection, versions)
             return True
 
+    if exhausted:
+        return False  # a smaller batch or a pause follows when the trainer is through with the one before
     good = len(groups) - len(selection.dropped)  # ready or still in flight
     bound = (settings.max_staleness + 1 - at_trainer) * settings.groups
     wanted = min(bound, (settings.steps - run.step) * settings.groups) - good
