@@ -16,8 +16,9 @@ from api_rig import Rig, attached, line, on, rig
 from engine_fake import FakeEngine
 from ports import free_port
 
+from forge_server.client import schemas as s
 from forge_server.client.http import ForgeClient, ServerUnreachable
-from forge_server.client.rollout import rollout
+from forge_server.client.rollout import ExternalRollout, rollout
 from forge_server.domain.errors import ForgeError, StoreError
 from forge_server.domain.events import Applied, Event, RewardReported
 from forge_server.settings import ServerSettings
@@ -187,6 +188,46 @@ async def test_a_server_that_stays_away_is_told_and_hides_no_error(
         with pytest.raises(type(error)):
             await asyncio.to_thread(block.gen.throw, error)
     assert not mine.finished and not other.finished
+
+
+async def test_what_is_not_scored_fails_no_task_and_is_no_reward(tmp_path: Path, database_url: str) -> None:
+    async with (
+        FakeEngine().serving() as engine,
+        rig(tmp_path, **on(database_url), **attached(engine.url)) as api,
+    ):
+        await api.ready()
+        await api.http.post("/api/v1/tasks", json={"taskset": "s", "tasks": [line("one")]})
+        url, key = api.server.listening.control_url, api.server.admin_key
+
+        def ask(mine: ExternalRollout) -> int:
+            """Make a call; returns its id."""
+            answer = httpx.post(
+                f"{mine.base_url}/chat/completions",
+                json={"model": "forge", "messages": [{"role": "user", "content": "hi"}]},
+                headers={"authorization": f"Bearer {mine.agent_key}"},
+                trust_env=False,
+                timeout=120,
+            )
+            assert answer.status_code == 200, answer.text
+            return int(answer.json()["id"].removeprefix("chatcmpl-"), 16)
+
+        def work() -> list[s.Comparison]:
+            with ForgeClient(url, key) as client:
+                with rollout(client, task="one", mode="eval") as mine:
+                    ask(mine)
+                with rollout(client, task="one") as mine:
+                    mine.reward(1.0, call_id=ask(mine))
+                with rollout(client, task="one") as mine:
+                    ask(mine)
+                    mine.reward(0.5)
+                return client.compare("external", "task")
+
+        (compared,) = await asyncio.to_thread(work)
+        ends = [(row["outcome"], row["reward"]) for row in await api.items("/api/v1/rollouts")]
+        assert sorted(ends, key=str) == [("completed", 0.5), ("completed", None), ("task_failure", None)]
+        assert (compared.valid, compared.reward) == (1, 0.5)
+        (task,) = await api.server.store.read(lambda c: c.execute(sa.select(t.tasks)).all())
+        assert task.state == "ready"
 
 
 async def test_heartbeats_keep_it_alive(tmp_path: Path) -> None:

@@ -84,6 +84,7 @@ def _cells(connection: Connection, run_id: str, mode: str | None) -> dict[tuple[
             r.outcome,
             r.kind,
             sa.func.count(),
+            sa.func.count(r.reward),
             sa.func.sum(sa.case((r.reward >= PASS_REWARD, 1), else_=0)),
             sa.func.sum(r.reward),
             sa.func.sum(r.attempts),
@@ -92,7 +93,9 @@ def _cells(connection: Connection, run_id: str, mode: str | None) -> dict[tuple[
         .where(*mine)
         .group_by(r.harness, r.task_id, r.outcome, r.kind)
     )
-    for harness, task, outcome, kind, count, passed, reward, attempts, seconds in connection.execute(query):
+    for harness, task, outcome, kind, count, scored, passed, reward, attempts, seconds in connection.execute(
+        query
+    ):
         cell = cells[harness, task]
         cell.rollouts += count
         cell.attempts += attempts or 0
@@ -101,7 +104,7 @@ def _cells(connection: Connection, run_id: str, mode: str | None) -> dict[tuple[
         cell.ended += count
         cell.seconds += seconds or 0.0
         if counts_for_training(Outcome(outcome)):
-            cell.valid += count
+            cell.valid += scored
             cell.passed += passed or 0
             cell.reward += reward or 0.0
         if outcome != Outcome.COMPLETED:

@@ -115,7 +115,7 @@ class ExternalRollout:
         self._post(
             "reward", {"value": value, "source": "external", "call_id": call_id, "detail": detail or {}}
         )
-        self._rewarded = True
+        self._rewarded = self._rewarded or call_id is None  # one call's is not the rollout's
 
     def finish(self, exit_code: int = 0, error: str | None = None) -> None:
         """End the rollout; idempotent."""

@@ -141,7 +141,8 @@ def _settle(
             lost = verdict.kind in UNCHARGED
             _pend(change, rollout, verdict.kind.value, change.now + (0 if lost else clock.backoff(failures)))
             return
-    if verdict.outcome is Outcome.TASK_FAILURE and rollout.task_id is not None:
+    # what a harness outside leaves out says nothing of the task
+    if verdict.outcome is Outcome.TASK_FAILURE and rollout.task_id is not None and not rollout.external:
         _fail_task(change, rollout, verdict.kind)
     end_rollout(change, rollout, verdict.outcome, verdict.kind, reward=reward, attempt_id=attempt.id)
     if rollout.group_id is not None and rollout.mode != "eval" and counts_for_training(verdict.outcome):
