@@ -200,7 +200,10 @@ def commands(
                 *api,
             ],
         ),
-        *((f"containerd-{node}", ["containerd", "-c", f"{state}/{node}.toml"]) for node in nodes),
+        *(
+            (f"containerd-{node}", _with_own_logs(state, node, ["containerd", "-c", f"{state}/{node}.toml"]))
+            for node in nodes
+        ),
         (
             "manager",
             [
@@ -228,5 +231,13 @@ def commands(
             *("--root-dir", f"{state}/{node}/kubelet", "--cert-dir", f"{state}/{node}/pki"),
             *("--hostname-override", node, "--node-ip", address),
         ]
-        found.append((f"kubelet-{node}", argv))
+        found.append((f"kubelet-{node}", _with_own_logs(state, node, argv)))
     return found
+
+
+def _with_own_logs(state: Path, node: str, argv: list[str]) -> list[str]:
+    """In a mount namespace where ``/var/log/pods`` is the node's own: every minute a kubelet removes the logs of pods
+    that it does not know. Other mounts go on being shared."""
+    script = 'mkdir -p "$1" && mount --bind "$1" /var/log/pods && shift && exec "$@"'
+    logs = f"{state}/own/logs-{node}"
+    return ["unshare", "-m", "--propagation", "unchanged", "sh", "-c", script, "sh", logs, *argv]

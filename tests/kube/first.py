@@ -37,7 +37,8 @@ def mounts(state: Path, hosts: str) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
         run("mount", "--bind", str(own), folder)
     run("mount", "--bind", str(state), str(state))
-    run("mount", "--make-rshared", str(state))
+    for folder in (str(state), "/run/containerd"):  # the nodes' components have mounts of their own besides
+        run("mount", "--make-rshared", folder)
     file = state / "hosts"
     file.write_text(hosts)
     run("mount", "--bind", str(file), "/etc/hosts")
