@@ -497,7 +497,8 @@ class Server:
             key=keys.trainer_key(self.instance.secret, run_id),
             folder=self.settings.data_dir / "trainer" / run_id,
         )
-        return Keeper(self.store, self.launcher, job, changed)
+        lease_s = self.settings.trainer.lease_s
+        return Keeper(self.store, self.launcher, job, changed, lease_s=lease_s)
 
     def _harness_home(self, harness: str) -> Path | None:
         spec = self.specs.get(harness)

@@ -4,20 +4,23 @@ import asyncio
 import os
 import signal
 import stat
+import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import sqlalchemy as sa
-from controller_support import FakeLauncher, eventually, settings, world
+from controller_support import FakeLauncher, World, eventually, settings, world
 
 from forge_server.controller import keeper as keeper_module
 from forge_server.controller import processes
 from forge_server.controller.keeper import Keeper
 from forge_server.controller.launcher import AttachLauncher, TrainerJob
 from forge_server.controller.local_trainer import LocalLauncher
-from forge_server.domain.errors import TrainerError
+from forge_server.domain.errors import StoreError, TrainerError
+from forge_server.lifecycle import liveness
+from forge_server.store import instance
 from forge_server.store import tables as t
 
 pytestmark = pytest.mark.timeout(120)
@@ -151,6 +154,91 @@ async def test_a_lost_lease_brings_a_new_trainer(database_url: str, tmp_path: Pa
         await eventually(lambda: launcher.swept)
         await keeper.stop()
         assert (await w.run_row(run_id)).state == "active"
+
+
+@pytest.mark.parametrize("deaf", ["read", "write"])
+async def test_a_database_in_trouble_ends_no_trainer(
+    database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deaf: str
+) -> None:
+    """Its lease could not be renewed meanwhile. Who is silent afterwards is replaced."""
+    monkeypatch.setattr(keeper_module, "LOOK_S", 0.02)
+    monkeypatch.setattr(keeper_module, "AGAIN_S", 0.02)
+    now, away = [1000.0], [False]
+    async with world(database_url, tmp_path, drive=False) as w:
+        await w.tasks()
+        run_id = await w.runs.create(settings())
+        job = TrainerJob(run_id=run_id, url="u", key="k", folder=tmp_path / "job")
+        read, looks = w.store.read, [0]
+
+        async def shaky(fn: Any) -> Any:
+            looks[0] += 1
+            if away[0] and deaf == "read":
+                raise StoreError("the database cannot be reached")
+            return await read(fn)
+
+        async def looked() -> None:
+            seen = looks[0]
+            await eventually(lambda: looks[0] > seen + 2)
+
+        def renewed(c: sa.Connection) -> None:
+            c.execute(sa.update(t.trainer_sessions).values(lease_until=now[0] + 60))
+
+        async def beat() -> None:
+            await w.store.write(lambda c: liveness.beat(c, now[0]))
+
+        await beat()
+        monkeypatch.setattr(w.store, "read", shaky)
+        launcher = FakeLauncher()
+        keeper = Keeper(w.store, launcher, job, lambda: None, clock=lambda: now[0])
+        await looked()
+        await open_session(w, run_id, now[0], now[0] + 60)
+        await looked()
+        away[0], now[0] = True, now[0] + 300  # no beat is written either
+        await looked()
+        away[0] = False
+        await looked()
+        await beat()
+        now[0] += 50  # a lease after it the trainer is heard
+        await beat_on(w, now[0])
+        await looked()
+        assert launcher.swept == 0
+        await w.store.write(renewed)
+        await looked()
+        for _ in range(8):
+            now[0] += 8
+            await beat_on(w, now[0])
+        await eventually(lambda: launcher.swept)
+        await keeper.stop()
+        assert keeper.fault is None
+
+
+async def open_session(w: World, run_id: str, at: float, lease_until: float) -> None:
+    row = {"run_id": run_id, "fence": 1, "token": "t", "world_size": 1, "resume_step": 0, "phase": "training"}
+    row |= {"lease_until": lease_until, "created_at": at, "overrides": []}
+    await w.store.write(lambda c: c.execute(sa.insert(t.trainer_sessions), row) and None)
+
+
+async def beat_on(w: World, at: float) -> None:
+    """The server was well all the time until then."""
+    await w.store.write(lambda c: instance.beat(c, at))
+
+
+async def test_one_that_falls_silent_at_once_is_replaced_after_its_lease(
+    database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper_module, "LOOK_S", 0.02)
+    async with world(database_url, tmp_path, drive=False) as w:
+        await w.tasks()
+        run_id = await w.runs.create(settings())
+        job = TrainerJob(run_id=run_id, url="u", key="k", folder=tmp_path / "job")
+        launcher = FakeLauncher()
+        keeper = Keeper(w.store, launcher, job, lambda: None, lease_s=0.1)
+        await eventually(lambda: launcher.launched)
+        await asyncio.sleep(0.2)
+        lapsed = time.time() - 1
+        await open_session(w, run_id, lapsed, lapsed)
+        await eventually(lambda: launcher.swept)
+        await keeper.stop()
 
 
 async def test_attach_writes_the_command_for_a_person(tmp_path: Path, job: TrainerJob) -> None:

@@ -13,7 +13,8 @@ from controller_support import FakeTrainer, FakeWeights, World, eventually, sett
 
 from forge_server.domain import policy
 from forge_server.domain.engine import SwapReport
-from forge_server.domain.errors import CheckpointError, Conflict
+from forge_server.domain.errors import CheckpointError, Conflict, StoreError
+from forge_server.domain.events import Applied, Event, RunPaused
 from forge_server.domain.policy import Version
 from forge_server.domain.run import RunEval
 from forge_server.domain.states import PolicyState
@@ -217,6 +218,36 @@ async def test_a_checkpoint_that_is_refused_after_its_trainer_came_again_is_made
         await w.reached(run_id, "completed")
         states = {(row.version, row.step): row.state for row in await w.rows(t.policies)}
         assert states == {(0, None): "retired", (1, 1): "rejected", (2, 1): "retired", (3, 2): "live"}
+
+
+async def test_a_refusal_that_could_not_be_written_pauses_the_run_all_the_same(
+    database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the last step, after which its trainer was let go."""
+    weights = FakeWeights()
+    async with world(database_url, tmp_path, weights) as w:
+        await w.tasks()
+        run_id = await w.runs.create(settings(steps=1))
+        apply, refused = w.lifecycle.apply, asyncio.Event()
+
+        async def shaky(event: Event, **more: Any) -> Applied:
+            if isinstance(event, RunPaused) and not refused.is_set():
+                refused.set()
+                raise StoreError("the disk that holds the database is full")
+            return await apply(event, **more)
+
+        monkeypatch.setattr(w.lifecycle, "apply", shaky)
+        weights.fail.append(CheckpointError("logprobs differ"))
+        trainer = w.trainer(run_id)
+        session = await trainer.open()
+        assert await step(trainer, session, run_id, 1) == 1
+        assert "logprobs differ" in (await w.reached(run_id, "paused")).reason
+        assert refused.is_set()
+        launched = len(w.launcher.launched)
+        await w.runs.resume(run_id)
+        await eventually(lambda: len(w.launcher.launched) > launched)
+        assert await w.trainer(run_id).run() == "ended"
+        await w.reached(run_id, "completed")
 
 
 class Held(FakeWeights):

@@ -33,6 +33,10 @@ _PASSED_ON = (
 )
 
 
+_ROUNDS = 5
+"""Of ending what is left: what dies may have started more after it was looked for."""
+
+
 class _Record(msgspec.Struct, frozen=True):
     """``trainer.json``."""
 
@@ -68,8 +72,10 @@ class LocalLauncher:
 
     async def sweep(self, run_id: str) -> None:
         mark = f"FORGE_TRAINER_RUN={run_id}"
-        pids = await asyncio.to_thread(processes.with_environment, mark)
-        if pids:
+        for _ in range(_ROUNDS):
+            pids = await asyncio.to_thread(processes.with_environment, mark)
+            if not pids:
+                return
             log.info("ending what is left of the trainer", run=run_id, pids=pids)
             await processes.end_all(pids, self._grace_s)
 

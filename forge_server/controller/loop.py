@@ -178,9 +178,11 @@ class Controller:
         elif run.base_version is not None:
             if keeper is None:
                 self._keepers[run.id] = self._make_keeper(run.id, lambda: self._bells.ring(run.id))
-            elif keeper.fault is not None:
+            elif keeper.fault is not None or keeper.over:
                 await self._drop_keeper(run.id)
-                raise keeper.fault
+                if keeper.fault is not None:
+                    raise keeper.fault
+                return True  # it was let go, and the last checkpoint was refused: there is more to do
         return await steps.advance(run)
 
     async def _trained_out(self, run: Run) -> bool:

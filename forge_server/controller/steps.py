@@ -115,9 +115,8 @@ class Steps:
             return False
         if await self._link.fenced_off_since(run.id, newest.created_at):
             return False
-        await self._link.fence_off(run.id)
         reason = f"{REJECTED}: version {newest.version} of step {newest.step}: {newest.reason}"
-        await self._events.apply(RunPaused(run_id=run.id, reason=reason))
+        await self._link.fence_off(run.id, RunPaused(run_id=run.id, reason=reason))
         return True
 
     async def _measured(self, run: Run, live: Version) -> bool:

@@ -200,8 +200,8 @@ class TrainerLink:
         last = await self._store.read(lambda connection: connection.execute(query).scalar_one())
         return last is not None and last >= at
 
-    async def fence_off(self, run_id: str) -> None:
-        """End every session of the run: its trainer gets Conflict and exits."""
+    async def fence_off(self, run_id: str, pause: RunPaused) -> None:
+        """End every session of the run, whose trainer gets Conflict and exits, and pause it: both or neither."""
         now = self._clock()
 
         def write(connection: Connection) -> None:
@@ -216,7 +216,9 @@ class TrainerLink:
                 created_at=now,
             )
 
-        await self._store.write(write)
+        applied = await self._events.apply(pause, also=write)
+        if applied.refusal is not None:  # it is paused already, or over
+            await self._store.write(write)
         self._bells.ring(run_id)
 
     async def heartbeat(self, run_id: str, beat: Heartbeat) -> HeartbeatReply:

@@ -48,6 +48,17 @@ def unsettled(connection: sa.Connection, now: float) -> bool:
     return since is not None and now - since < TRY_AGAIN_S
 
 
+def heard_since(connection: sa.Connection, now: float) -> float:
+    """Since when the server has heard whoever had something to say: the end of its last downtime, ``now`` while one
+    lasts."""
+    alive_at = instance.last_alive(connection)
+    if alive_at is not None and now - alive_at >= STOOD_STILL_S:
+        return now
+    h = t.holds.c
+    back = sa.select(sa.func.max(h.end_at)).where(h.reason == SERVER_DOWN, h.end_at <= now)
+    return connection.execute(back).scalar_one() or 0.0
+
+
 def miss_nobody(connection: sa.Connection, now: float) -> None:
     """Whoever has been heard before was heard now."""
     a = t.attempts.c
