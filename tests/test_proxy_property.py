@@ -104,7 +104,6 @@ async def play(url: str, steps: list[str]) -> None:
                     await proxy.seal()
                     break
             harness.wire.close()
-            proxy.lifecycle._listeners.clear()
             await proxy.lifecycle.recover()
         await check(proxy, harness)
     finally:

@@ -592,7 +592,6 @@ async def test_case_32_what_a_crash_left_undecided_is_not_trained(tmp_path: Path
             answers = [(await proxy.ask(client, hello(text))).json() for text in ("one", "two")]
         # as it was when the tokens were written
         await store.write(lambda c: c.execute(sa.update(calls).values(delivered="unknown")))
-        proxy.lifecycle._listeners.clear()
         await proxy.lifecycle.recover()
         async with proxy.serving(), proxy.client() as client:
             await proxy.ask(client, follow(hello("one"), answers[0]))

@@ -33,6 +33,11 @@ class Keys:
         await press(self.app, self.pilot, *keys)  # type: ignore[arg-type]
         return shown(self.app)
 
+    async def until(self, text: str, *keys: str) -> None:
+        """Press them; then wait until the text is on the screen: a busy machine paints late."""
+        await self(*keys)
+        await eventually(lambda: text in shown(self.app))
+
 
 class Notices:
     """What a person was told so far; how long it stands on the screen does not matter."""
@@ -90,25 +95,25 @@ async def test_every_key_of_the_main_window(
         # rollouts: filter, sort, group, search, move
         screen = await keys("2")
         assert "43 rollouts" in screen and "▌00000042" in screen
-        assert "▌00000041" in await keys("down")
-        assert "▌00000040" in await keys("j")
-        assert "▌00000041" in await keys("up")
-        assert "▌00000042" in await keys("k")
-        assert "▌00000000" in await keys("end")
+        await keys.until("▌00000041", "down")
+        await keys.until("▌00000040", "j")
+        await keys.until("▌00000041", "up")
+        await keys.until("▌00000042", "k")
+        await keys.until("▌00000000", "end")
         await keys("pageup")
-        assert "▌00000042" in await keys("home")
+        await keys.until("▌00000042", "home")
         assert "▌00000042" not in await keys("pagedown")
-        assert "state:active" in await keys("f")
+        await keys.until("state:active", "f")
         assert "6 rollouts" in shown(app)
         screen = await keys("escape", "o", "o", "o")
         assert "3 rollouts  outcome:infra_failure" in screen
         assert "policy failure" not in screen.replace("outcome", "")
-        assert "sorted by ended" in await keys("escape", "s")
-        assert "sorted by reward ▼" in await keys("s")
-        assert "reward ▲" in await keys("r")
-        assert "pass@k" in await keys("g")
-        assert "harness▲" in await keys("g")
-        assert "harness:claude-code" in await keys("enter")
+        await keys.until("sorted by ended", "escape", "s")
+        await keys.until("sorted by reward ▼", "s")
+        await keys.until("reward ▲", "r")
+        await keys.until("pass@k", "g")
+        await keys.until("harness▲", "g")
+        await keys.until("harness:claude-code", "enter")
         await keys("escape", "m")
         await keys("slash")
         app.query_one("#rollouts Input", Input).value = "kind:startup_timeout find"
@@ -117,21 +122,21 @@ async def test_every_key_of_the_main_window(
         await keys("slash", "escape", "escape")
 
         # comparison
-        assert "3 harnesses" in await keys("4")
-        assert "▼" in await keys("s", "s")
-        assert "▲" in await keys("r")
-        assert "train rollouts" in await keys("o")
+        await keys.until("3 harnesses", "4")
+        await keys.until("▼", "s", "s")
+        await keys.until("▲", "r")
+        await keys.until("train rollouts", "o")
         screen = await keys("5", "enter")
         assert "task:find-secret" in screen
 
         # training, cost, events
-        assert "Versions" in await keys("3", "v")
-        assert "Where each step" in await keys("t")
-        assert "Entropy" in await keys("c")
-        assert "Wall-clock" in await keys("6")
-        assert "showing all" in await keys("7")
-        assert "showing runs and policies" in await keys("f")
-        assert "halted" in await keys("f", "f", "space")
+        await keys.until("Versions", "3", "v")
+        await keys.until("Where each step", "t")
+        await keys.until("Entropy", "c")
+        await keys.until("Wall-clock", "6")
+        await keys.until("showing all", "7")
+        await keys.until("showing runs and policies", "f")
+        await keys.until("halted", "f", "f", "space")
         await keys("space", "m", "slash")
         app.query_one("#events Input", Input).value = "startup_timeout"
         await keys("enter")
@@ -169,28 +174,28 @@ async def test_every_key_of_a_rollout(
         app.query_one("#rollouts-grid", Grid).go(42 - FEATURED)
         screen = await keys("enter")
         assert rollout_id(FEATURED) in screen and "Not yet: its group is in no batch." in screen
-        assert "4 more lines" in await keys("2")
-        assert "notes-13.txt" in await keys("e")
+        await keys.until("4 more lines", "2")
+        await keys.until("notes-13.txt", "e")
         await keys("a", "a")
         assert "grep the notes" in shown(app) and "ls -la" not in shown(app)
         await keys("a")
-        assert "searcher" in await keys("3")
+        await keys.until("searcher", "3")
         await keys("down", "enter")
         assert "─ 1 ◆ main" in shown(app).splitlines()[2]
-        assert "segment 1 of 2  by mask" in await keys("4")
-        assert "segment 2 of 2" in await keys("n")
-        assert "segment 1 of 2" in await keys("b")
-        assert "token 2/25" in await keys("right")
-        assert "token 1/25" in await keys("left")
-        assert "by logprob" in await keys("m")
-        assert "by version: context v11" in await keys("m")
-        assert "v10 v11" in await keys("n")
-        assert "v10–v11" in await keys("5")
+        await keys.until("segment 1 of 2  by mask", "4")
+        await keys.until("segment 2 of 2", "n")
+        await keys.until("segment 1 of 2", "b")
+        await keys.until("token 2/25", "right")
+        await keys.until("token 1/25", "left")
+        await keys.until("by logprob", "m")
+        await keys.until("by version: context v11", "m")
+        await keys.until("v10 v11", "n")
+        await keys.until("v10–v11", "5")
         await keys("down", "enter")
         assert "segment 2 of 2" in shown(app)
-        assert "verifier: ok, 1.0" in await keys("6")
+        await keys.until("verifier: ok, 1.0", "6")
         assert "\x1b" not in shown(app)
-        assert "◆ searcher" in await keys("1")
+        await keys.until("◆ searcher", "1")
         await keys("tab", "right_square_bracket", "shift+tab", "left_square_bracket")
         await keys("backspace")
         assert not isinstance(app.screen, RolloutScreen)
@@ -213,7 +218,7 @@ async def test_steering_asks_first_and_shows_what_came_of_it(
             await settled(app, pilot)
             keys, notices = Keys(app, pilot), Notices(app, monkeypatch)
             for no in ("n", "escape", "enter"):  # enter is on No
-                assert "Pause run demo?" in await keys("p")
+                await keys.until("Pause run demo?", "p")
                 await keys(no)
                 assert await of_run("state") == "active"
             await keys("p", "y")
@@ -222,14 +227,14 @@ async def test_steering_asks_first_and_shows_what_came_of_it(
             app._overview_at = float("-inf")
             await settled(app, pilot)
             assert "paused by a person" in shown(app)
-            assert "Resume run demo?" in await keys("p")
+            await keys.until("Resume run demo?", "p")
             await keys("y")
             await notices.told("demo is active")
             assert await of_run("state") == "active"
 
             await keys("i")
             app.screen.query_one(Input).value = "21"
-            assert "Keep 21 attempts in flight instead of 8?" in await keys("enter")
+            await keys.until("Keep 21 attempts in flight instead of 8?", "enter")
             await keys("y")
             await notices.told("21 attempts in flight from now on")
             assert api.server.scheduler.in_flight == 21
@@ -249,7 +254,7 @@ async def test_steering_asks_first_and_shows_what_came_of_it(
             await notices.told("refused")
             await keys("escape")
 
-            assert "It cannot be resumed" in await keys("x")
+            await keys.until("It cannot be resumed", "x")
             await keys("y")
             await notices.told("demo is cancelled")
             assert await of_run("state") == "cancelled"
@@ -283,7 +288,7 @@ async def test_the_mixture_is_read_asked_for_and_set(
             app.screen.query_one(Input).value = text
             return await keys("enter", *more)
 
-        assert "Mixture of run demo" in await keys("H")
+        await keys.until("Mixture of run demo", "H")
         assert app.screen.query_one(Input).value == "react=1"
         await keys("enter")  # as it is: there is nothing to ask
         assert not isinstance(app.screen, dialogs.Confirm)
@@ -313,7 +318,7 @@ async def test_an_evaluation_is_asked_for(
 ) -> None:
     async with watching(tmp_path, monkeypatch, size) as (api, app, pilot):
         keys, notices = Keys(app, pilot), Notices(app, monkeypatch)
-        assert "Evaluate run demo now?" in await keys("E")
+        await keys.until("Evaluate run demo now?", "E")
         await keys("y")
         await notices.next("the run has no evaluation")
         await api.server.store.write(setting(eval={"split": "train", "k": 2}))
@@ -331,7 +336,7 @@ async def test_a_checkpoint_is_asked_for(
 ) -> None:
     async with watching(tmp_path, monkeypatch, size) as (api, app, pilot):
         keys, notices = Keys(app, pilot), Notices(app, monkeypatch)
-        assert "Save the trainer of run demo now?" in await keys("S")
+        await keys.until("Save the trainer of run demo now?", "S")
         await keys("y")
         await notices.next("every step is saved as it is")
         assert (await app.ask(lambda: app.client.run(RUN))).asked == []
