@@ -15,6 +15,7 @@ import uvicorn
 
 from forge_server.domain import events as e
 from forge_server.domain.engine import ChatResult
+from forge_server.domain.errors import StoreError
 from forge_server.domain.ids import new_id
 from forge_server.domain.outcome import Kind
 from forge_server.domain.states import AttemptState
@@ -23,6 +24,7 @@ from forge_server.proxy.calls import Calls
 from forge_server.proxy.connection import ConnectionProtocol
 from forge_server.proxy.hold import Gate
 from forge_server.proxy.ports import CallPolicy
+from forge_server.proxy.record import Rows
 from forge_server.proxy.routes import InferenceRoutes
 from forge_server.proxy.sessions import Session, Sessions
 from forge_server.store import tables as t
@@ -228,6 +230,19 @@ class Rig:
         self, client: httpx.AsyncClient, body: dict[str, Any] | None = None, **options: Any
     ) -> httpx.Response:
         return await client.post(f"/a/{self.attempt}/v1/chat/completions", json=body or hello(), **options)
+
+    def refuse_writes(self, these: Callable[[Rows], bool] = lambda rows: True) -> asyncio.Event:
+        """The database refuses the rows for which ``these`` holds, until the event is set."""
+        write_rows, works = self.store.write_rows, asyncio.Event()
+
+        async def failing(rows: Any) -> None:
+            rows = list(rows)
+            if these(rows) and not works.is_set():
+                raise StoreError("the disk that holds the database is full")
+            await write_rows(rows)
+
+        self.store.write_rows = failing  # type: ignore[method-assign]
+        return works
 
     async def rows(self) -> list[Any]:
         query = sa.select(t.calls).where(t.calls.c.attempt_id == self.attempt).order_by(t.calls.c.seq)

@@ -279,14 +279,7 @@ async def test_a_lost_answer_is_replayed_to_the_same_body(proxy: Rig) -> None:
 
 async def test_i5_a_replay_that_cannot_be_recorded_is_a_failure_of_ours(proxy: Rig) -> None:
     await _lose(proxy, Wire(proxy), hello())
-    write_rows, works = proxy.store.write_rows, asyncio.Event()
-
-    async def failing(rows: Any) -> None:
-        if not works.is_set():
-            raise StoreError("the disk that holds the database is full")
-        await write_rows(rows)
-
-    proxy.store.write_rows = failing  # type: ignore[method-assign]
+    works = proxy.refuse_writes()
     async with proxy.client() as client:
         assert (await proxy.ask(client)).status_code == 503
     works.set()

@@ -135,14 +135,7 @@ async def test_i12_what_failed_for_a_reason_of_ours_is_not_charged_after_a_resta
 
 async def test_i3_an_answer_that_was_withheld_is_not_given_after_a_restart(database_url: str) -> None:
     async with rig(database_url) as proxy:
-        write_rows, works = proxy.store.write_rows, asyncio.Event()
-
-        async def failing(rows: Any) -> None:
-            if proxy.engine.asked and not works.is_set():
-                raise StoreError("the disk that holds the database is full")
-            await write_rows(rows)
-
-        proxy.store.write_rows = failing  # type: ignore[method-assign]
+        works = proxy.refuse_writes(lambda rows: bool(proxy.engine.asked))
         async with proxy.client() as client:
             assert (await proxy.ask(client)).status_code == 503
         works.set()

@@ -16,7 +16,6 @@ from openai import APIStatusError, AsyncOpenAI
 from proxy_rig import PATIENCE, SECRET, Rig, eventually, hello, listening, result, rig
 
 from forge_server.domain.engine import ChatResult
-from forge_server.domain.errors import StoreError
 from forge_server.store.keys import attempt_key
 
 
@@ -510,15 +509,8 @@ async def test_a_client_that_leaves_while_held_reaches_no_engine(proxy: Rig) -> 
 
 
 async def test_i1_without_a_durable_intent_nothing_is_forwarded(proxy: Rig) -> None:
-    write_rows, works = proxy.store.write_rows, asyncio.Event()
-
-    async def failing(rows: Any) -> None:
-        if not works.is_set():
-            raise StoreError("the disk that holds the database is full")
-        await write_rows(rows)
-
     async with proxy.client() as client:
-        proxy.store.write_rows = failing  # type: ignore[method-assign]
+        works = proxy.refuse_writes()
         answer = await proxy.ask(client)
         assert (answer.status_code, error_of(answer)["code"]) == (503, "store_unavailable")
         assert "retry-after" in answer.headers
@@ -531,15 +523,8 @@ async def test_i1_without_a_durable_intent_nothing_is_forwarded(proxy: Rig) -> N
 
 
 async def test_i1_an_answer_that_cannot_be_recorded_does_not_leave(proxy: Rig) -> None:
-    write_rows, works = proxy.store.write_rows, asyncio.Event()
-
-    async def failing(rows: Any) -> None:
-        if proxy.engine.asked and not works.is_set():
-            raise StoreError("the disk that holds the database is full")
-        await write_rows(rows)
-
     async with proxy.client() as client:
-        proxy.store.write_rows = failing  # type: ignore[method-assign]
+        works = proxy.refuse_writes(lambda rows: bool(proxy.engine.asked))
         answer = await proxy.ask(client)
         assert (answer.status_code, error_of(answer)["code"]) == (503, "store_unavailable")
         assert "answer 1" not in answer.text

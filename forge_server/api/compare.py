@@ -93,9 +93,8 @@ def _cells(connection: Connection, run_id: str, mode: str | None) -> dict[tuple[
         .where(*mine)
         .group_by(r.harness, r.task_id, r.outcome, r.kind)
     )
-    for harness, task, outcome, kind, count, scored, passed, reward, attempts, seconds in connection.execute(
-        query
-    ):
+    ends = connection.execute(query)
+    for harness, task, outcome, kind, count, scored, passed, reward, attempts, seconds in ends:
         cell = cells[harness, task]
         cell.rollouts += count
         cell.attempts += attempts or 0

@@ -178,7 +178,7 @@ class Controller:
         elif run.base_version is not None:
             if keeper is None:
                 self._keepers[run.id] = self._make_keeper(run.id, lambda: self._bells.ring(run.id))
-            elif keeper.fault is not None or keeper.over:
+            elif keeper.over:
                 await self._drop_keeper(run.id)
                 if keeper.fault is not None:
                     raise keeper.fault
