@@ -39,8 +39,8 @@ lease_s = 20.0
 """
 
 VERIFIER = """#!/bin/bash
-# an arbitrary reward that differs between rollouts: the last digit of a checksum of what the agent left behind
-echo "0.$(( $(date +%N | cut -c1-3 | sed 's/^0*//;s/^$/0/') % 10 ))" > /logs/verifier/reward.txt
+# an arbitrary reward, never the same twice: no group is without a signal, so every step trains the groups it drew
+echo "0.$(date +%N)" > /logs/verifier/reward.txt
 """
 
 
