@@ -150,11 +150,11 @@ async def test_a_lost_postgres_connection_is_told_and_heals(postgres_url: str, d
 
 class Way:
     """A way to Postgres on which the next COMMIT meets ``fault``: its answer is lost, or it is itself. ``shut``: nobody
-    gets through afterwards."""
+    gets through afterwards. ``heard``: what was said to Postgres."""
 
     def __init__(self, url: str) -> None:
         self.real = sa.make_url(url)
-        self.fault, self.shut = "", False
+        self.fault, self.shut, self.heard = "", False, b""
         self.listener = socket.create_server(("127.0.0.1", 0))
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -181,6 +181,7 @@ class Way:
                     data = ready.recv(1 << 16)
                     if not data:
                         return
+                    self.heard += data if ready is ours else b""
                     if ready is ours and self.fault and b"COMMIT" in data:
                         if self.fault == "answer":
                             theirs.sendall(data)
@@ -240,6 +241,27 @@ def test_the_urls_own_bounds_stay(database_url: str) -> None:
         given = connection.connection.driver_connection.info.get_parameters()  # type: ignore[union-attr]
     assert (given["keepalives_idle"], given["keepalives_count"]) == ("77", "3")
     assert given["tcp_user_timeout"] == "30000"
+
+
+@pytest.mark.parametrize("database_url", ["postgres"], indirect=True)
+def test_postgres_gives_up_a_session_as_soon_as_we_do(database_url: str) -> None:
+    """Else the one that a cut network left behind has the lock, for two hours, and nobody writes. Over a Unix socket, as
+    here, the values cannot be read back."""
+    way = Way(database_url)
+    for engine in (engines.writer(sa.make_url(way.url)), engines.reader(sa.make_url(way.url), 1)):
+        way.heard = b""
+        with engine.connect() as connection:
+            connection.rollback()
+        ours, theirs = engines.PATIENCE, engines.SERVER_PATIENCE
+        assert theirs == {
+            name.replace("keep", "tcp_keep"): ours[name] for name in ours if name != "connect_timeout"
+        }
+        before, *_, last = (
+            way.heard.find(f"SET SESSION {name} = {value}".encode()) for name, value in theirs.items()
+        )
+        assert 0 < before < last < way.heard.find(b"COMMIT", last)
+        engine.dispose()
+    way.listener.close()
 
 
 def test_a_second_server_is_refused_and_a_reader_is_not(database_url: str) -> None:

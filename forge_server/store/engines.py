@@ -27,6 +27,15 @@ PATIENCE = {
 """libpq's parameters, in seconds, ``tcp_user_timeout`` in ms: without them a Postgres whose machine is gone is waited
 for a quarter of an hour, or two hours. What the URL states itself stays. A long statement is not cut short."""
 
+SERVER_PATIENCE = {
+    "tcp_user_timeout": 30_000,
+    "tcp_keepalives_idle": 15,
+    "tcp_keepalives_interval": 5,
+    "tcp_keepalives_count": 3,
+}
+"""The same at the other end of each session: when a network that was cut is whole again, the session that we gave up
+must be gone, since it has the lock. Postgres would keep it for two hours."""
+
 
 def parse(url: str) -> sa.URL:
     """Check the URL: an SQLite file or Postgres through psycopg. Raises StoreError."""
@@ -89,13 +98,22 @@ def reader(url: sa.URL, connections: int) -> sa.Engine:
 def _postgres(url: sa.URL, **options: Any) -> sa.Engine:
     bounds = {name: value for name, value in PATIENCE.items() if name not in url.query}
     try:
-        return sa.create_engine(url, hide_parameters=True, connect_args=bounds, **options)
+        engine = sa.create_engine(url, hide_parameters=True, connect_args=bounds, **options)
     except ModuleNotFoundError as error:
         raise StoreError(
             f"the driver of Postgres is missing ({error.name})",
             where="[store] url",
             mend="pip install 'forge-server[postgres]'",
         ) from None
+    sa.event.listen(engine, "connect", _bound_session)
+    return engine
+
+
+def _bound_session(dbapi: Any, _record: Any) -> None:
+    with dbapi.cursor() as cursor:
+        for name, value in SERVER_PATIENCE.items():
+            cursor.execute(f"SET SESSION {name} = {value}")
+    dbapi.commit()
 
 
 def _writer_pragmas(dbapi: Any, _record: Any) -> None:
