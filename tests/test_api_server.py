@@ -14,9 +14,10 @@ from forge_server.app import running, serve
 from forge_server.domain.errors import ConfigError, Conflict, ForgeError, SpecError, StoreError
 from forge_server.domain.events import Applied, Event, HoldBegan, HoldEnded
 from forge_server.proxy.hold import Gate
+from forge_server.runner import disk
 from forge_server.services.data_folder import DataFolder, holder
 from forge_server.services.engine_watch import EngineWatch
-from forge_server.settings import EngineSettings, ServerSettings, parse_runs
+from forge_server.settings import EngineSettings, LocalSettings, ServerSettings, parse_runs
 
 
 async def refused(folder: Path, kind: type[ForgeError], **sections: object) -> str:
@@ -193,6 +194,15 @@ async def test_nothing_keeps_running_after_a_stop(tmp_path: Path) -> None:
         await api.ready()
         await api.create_run("r", harness="external")
     await eventually(lambda: not asyncio.all_tasks() - before)
+
+
+async def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "LEAST", 1 << 60)
+    async with rig(tmp_path, local=LocalSettings(min_sandbox="none", disk_mb=1 << 40)) as api:
+        answer = await api.http.get("/readyz")
+    assert answer.status_code == 503
+    (found,) = [check for check in answer.json()["checks"] if check["name"] == "attempts"]
+    assert not found["ok"] and "MiB left on the disk" in found["detail"]
 
 
 # --- the engine watch

@@ -1,5 +1,6 @@
 """An agent that takes more of the disk than it may, on a small disk with the database on it as well (I5)."""
 
+import asyncio
 import os
 import subprocess
 from collections.abc import Iterator
@@ -12,8 +13,12 @@ from scheduler_rig import rig, script_spec
 from test_sandbox_delivery import proxied
 
 from forge_server.domain import classify
+from forge_server.domain.errors import SandboxError
+from forge_server.harness.plan import PlanLimits
 from forge_server.runner import disk
 from forge_server.runner.main import BROKEN
+from forge_server.scheduler.trials import LocalTrials
+from forge_server.tasks import load
 
 pytestmark = pytest.mark.sandbox
 
@@ -103,6 +108,35 @@ def test_an_attempt_without_room_to_begin_is_no_failure_of_its_own(small_disk: P
     finish = pod.of("finish")[0]
     assert "MiB left on the disk" in finish["runner_error"] and "needs 50" in finish["runner_error"]
     assert not [event for event in pod.of("events") if "harness_started" in str(event)]
+
+
+async def test_i5_a_full_disk_is_waited_out(small_disk: Path) -> None:
+    """What one attempt may hold can be what another needs to begin: it waits, and is not spent."""
+    async with rig(small_disk, specs={"script": script_spec("exit 0")}, disk_mb=50) as it:
+        others = small_disk / "of others"
+        with others.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, (SIZE_MB - 40) << 20)
+        await it.group(harness="script", max_attempts=1)
+        limits = PlanLimits(
+            model="m",
+            heartbeat_s=1,
+            agent_s=60,
+            verify_s=20,
+            grace_s=1,
+            pids=64,
+            memory_mb=256,
+            window=4096,
+            output=1024,
+        )
+        trials = LocalTrials(it.backend, limits)
+        (task,) = load.from_lines([{"name": "a", "instruction": "b", "verify": {"script": ONE}}])
+        with pytest.raises(SandboxError, match=r"could not be run .*MiB left on the disk"):
+            await trials.run(task, "true")
+        await asyncio.sleep(1.0)
+        assert "MiB left on the disk" in it.backend.full and await it.attempts() == []
+        others.unlink()
+        (ended,) = await it.ended(within=60.0)
+        assert ended.data["kind"] != "runner_lost" and len(await it.attempts()) == 1
 
 
 def free(monkeypatch: pytest.MonkeyPatch, mb: int) -> None:

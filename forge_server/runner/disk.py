@@ -20,6 +20,22 @@ LEAST = 2 << 30  # an attempt that finds less, and may write more, does not begi
 EXCESS = "disk_excess"  # why a harness was stopped that took more
 
 
+def short(root: str, most: int) -> str:
+    """Why an attempt that may write ``most`` bytes would find too little room there; empty when it finds enough."""
+    free, need = _free(root), min(most, LEAST)
+    if free >= need:
+        return ""
+    return (
+        f"there are only {free >> 20} MiB left on the disk of {root}, and an attempt needs"
+        f" {need >> 20}: make room, or lower [local] disk_mb to what attempts need"
+    )
+
+
+def _free(root: str) -> int:
+    found = os.statvfs(root)
+    return found.f_bavail * found.f_frsize
+
+
 class Disk:
     """Of the attempt whose folder is ``root``. ``most`` in bytes, 0 for no limit."""
 
@@ -31,13 +47,9 @@ class Disk:
     def begin(self) -> None:
         """The folder is there. Of a small disk the attempt gets no more than what is free now, less a reserve. Raises
         OSError when that is too little."""
-        free = self._free()
-        need = min(self.most, LEAST)
-        if free < need:
-            raise OSError(
-                f"there are only {free >> 20} MiB left on the disk of {self._root}, and an attempt needs"
-                f" {need >> 20}: make room, or lower [local] disk_mb to what attempts need"
-            )
+        if why := short(self._root, self.most):
+            raise OSError(why)
+        free = _free(self._root)
         self._reserve = min(RESERVE, free // 4)
         self._used, self._free_then = 0, free  # when it was last added up
         self._limit = min(self.most, free - self._reserve)
@@ -47,15 +59,11 @@ class Disk:
         if not self._limit:
             return False
         with self._lock:
-            free = self._free()
+            free = _free(self._root)
             if free >= self._reserve and self._free_then - free <= self._limit - self._used:
                 return False
             self._used, self._free_then = self._in_folder() + self._unlinked(), free
             return self._used > self._limit
-
-    def _free(self) -> int:
-        found = os.statvfs(self._root)
-        return found.f_bavail * found.f_frsize
 
     def _in_folder(self) -> int:
         """By a program, which bears folders nested without end. Too many files to add up in time count as none."""

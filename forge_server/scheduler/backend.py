@@ -73,6 +73,11 @@ class Backend(Protocol):
         """Why attempts cannot start now, through no fault of theirs; empty when all is well."""
         ...
 
+    @property
+    def full(self) -> str:
+        """Why no further attempt is launched now although all is well; empty when there is room."""
+        ...
+
     def room(self) -> int:
         """How many further attempts are worth a try now; those held back are not spent."""
         ...

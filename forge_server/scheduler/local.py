@@ -25,6 +25,7 @@ from forge_server.domain.errors import ForgeError
 from forge_server.domain.events import Fact
 from forge_server.domain.ids import new_id
 from forge_server.harness.plan import Plan
+from forge_server.runner import disk
 from forge_server.runner.confine import kill_user
 from forge_server.runner.main import DISMISSED
 from forge_server.runner.pack import pack
@@ -98,9 +99,17 @@ class LocalBackend:
             INSTALLS, "install"
         )  # minutes each: not among the threads of others
 
+    @property
+    def full(self) -> str:
+        """One attempt within its limit may leave too little of the disk for another to begin."""
+        try:
+            return disk.short(str(self.attempts), self._options.disk_mb << 20)
+        except OSError as error:  # there is no such folder yet, or no more
+            return str(error)
+
     def room(self) -> int:
-        """Always: what this machine bears is what ``in_flight`` says."""
-        return PLENTY
+        """Otherwise what this machine bears is what ``in_flight`` says."""
+        return 0 if self.full else PLENTY
 
     @property
     def forge(self) -> Path:

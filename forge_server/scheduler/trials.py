@@ -38,6 +38,9 @@ class LocalTrials:
                 said = json.loads(line.removeprefix(TRIAL_MARK))
                 verifier = said["finish"]["verifier"]
                 reward = said.get("reward", {}).get("value")
-                what = verifier["error"] or said["finish"]["runner_error"]
-                return Trial(verifier=verifier["status"], reward=reward, error=what)
+                if trouble := said["finish"]["runner_error"].strip():  # ours: it says nothing of the task
+                    raise SandboxError(
+                        f"a trial could not be run ({trouble.splitlines()[-1]})", where=task.name
+                    )
+                return Trial(verifier=verifier["status"], reward=reward, error=verifier["error"])
         return Trial(verifier="crash", error=f"the runner did not finish: {printed[-2000:]}")
