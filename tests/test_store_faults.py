@@ -245,8 +245,8 @@ def test_the_urls_own_bounds_stay(database_url: str) -> None:
 
 @pytest.mark.parametrize("database_url", ["postgres"], indirect=True)
 def test_postgres_gives_up_a_session_as_soon_as_we_do(database_url: str) -> None:
-    """Else the one that a cut network left behind has the lock, for two hours, and nobody writes. Over a Unix socket, as
-    here, the values cannot be read back."""
+    """Else the one that a cut network left behind has the lock, for two hours, and nobody writes. Over a Unix socket,
+    as here, the values cannot be read back."""
     way = Way(database_url)
     for engine in (engines.writer(sa.make_url(way.url)), engines.reader(sa.make_url(way.url), 1)):
         way.heard = b""
