@@ -25,7 +25,7 @@ from test_trajectory_samples import SYSTEM, attempts, call
 from forge_server.cli import cli
 from forge_server.commands import data as command
 from forge_server.domain.batches import advantages
-from forge_server.domain.call import Call
+from forge_server.domain.call import Call, VersionSpan
 from forge_server.domain.sample import Sample
 from forge_server.domain.states import Delivery
 from forge_server.export.mappings import MAPPINGS
@@ -192,6 +192,14 @@ def test_advantages_are_around_the_mean(rewards: list[float]) -> None:
 
 # --- a run ---------------------------------------------------------------------------------------------------
 
+
+def swapped() -> list[Call]:
+    """A weight update to version 3 within the last answer."""
+    *before, last = straight()
+    spans = (VersionSpan(2, 0, 5), VersionSpan(3, 5, last.completion.size))
+    return [*before, msgspec.structs.replace(last, versions=spans)]
+
+
 NOT_DELIVERED = [call(0, [1], [2], delivered=Delivery.NO)]
 Spec = tuple[str, float | None, list[Call]]  # outcome, reward, calls
 GROUPS: dict[str, list[Spec]] = {
@@ -203,7 +211,7 @@ GROUPS: dict[str, list[Spec]] = {
     "gr-2": [("completed", 1.0, straight()), ("completed", 1.0, straight())],
     "gr-3": [("completed", 1.0, straight()), ("completed", 0.0, NOT_DELIVERED)],
     "gr-4": [("completed", 1.0, straight()), ("", None, [])],
-    "gr-5": [("completed", 1.0, straight()), ("completed", 0.0, straight()), ("completed", None, straight())],
+    "gr-5": [("completed", 1.0, straight()), ("completed", 0.0, swapped()), ("completed", None, straight())],
 }
 LEFT_OUT = Counter(
     infra_failure=1,
@@ -242,7 +250,12 @@ def fill(connection: sa.Connection) -> None:
         put(t.attempts, id=attempt, rollout_id=id, number=1, state=state, backend="local")
         record(connection, attempt, calls, int(id[3:]) * 100_000, spoil=False)
 
-    put(t.runs, id="ru-1", name="first", kind="train", state="active", settings={"policy": "p"})
+    run = {"state": "paused", "settings": {"policy": "p"}, "base_version": 0}
+    put(t.runs, id="ru-1", name="first", kind="train", **run)
+    put(t.runs, id="ru-2", name="second", kind="train", **run)
+    put(t.policies, name="p", version=0, state="retired", path="/0")
+    for step in (1, 2, 3):
+        put(t.policies, name="p", version=step, run_id="ru-1", step=step, state="retired", path=f"/{step}")
     put(t.tasks, id="ta-1", taskset="set", name="one", instruction="x", definition={}, digest="d")
     number = 0
     for group, members in GROUPS.items():
@@ -305,6 +318,54 @@ async def test_what_other_weights_sampled_in_part_is_left_out(store: Store, tmp_
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert {row["uid"] for row in rows} == {"gr-5"}
     assert report.left_out == LEFT_OUT - Counter(infra_failure=1) + Counter(stale=3)
+
+
+OTHERS = {"run_id": "ru-2"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "left"),
+    [
+        pytest.param([(t.policies, 3, OTHERS)], {"gr-1"}, id="another run's within an answer"),
+        pytest.param([(t.policies, 1, OTHERS)], set(), id="another run's in every group"),
+        pytest.param([(t.runs, "ru-1", {"base_version": 1})], set(), id="older than where it started"),
+        pytest.param(
+            [(t.policies, 0, OTHERS | {"step": 7})], {"gr-1", "gr-5"}, id="started from another run's"
+        ),
+        pytest.param([(t.policies, 1, {"state": "rejected"})], {"gr-1", "gr-5"}, id="rejected later"),
+        pytest.param([(t.groups, "gr-5", {"step": 2})], {"gr-1"}, id="too old"),
+        pytest.param(
+            [
+                (t.groups, "gr-5", {"step": 4}),
+                (t.runs, "ru-1", {"settings": {"policy": "p", "mode": "async", "max_staleness": 3}}),
+            ],
+            {"gr-1", "gr-5"},
+            id="as old as async takes it",
+        ),
+        pytest.param(
+            [(t.policies, 3, OTHERS), (t.groups, "gr-5", {"batch_k": 1})], {"gr-1", "gr-5"}, id="trained"
+        ),
+        pytest.param(
+            [(t.policies, 3, OTHERS), (t.runs, "ru-1", {"kind": "record", "base_version": None})],
+            {"gr-1", "gr-5"},
+            id="recorded, whoever sampled it",
+        ),
+    ],
+)
+@pytest.mark.parametrize("state", ["paused", "cancelled"])
+async def test_what_nobody_has_judged_is_judged_by_the_weights_that_sampled_it(
+    store: Store, tmp_path: Path, state: str, changes: list[tuple[sa.Table, Any, Row]], left: set[str]
+) -> None:
+    def change(connection: sa.Connection) -> None:
+        for table, key, values in [(t.runs, "ru-1", {"state": state}), *changes]:
+            column = table.c.version if table is t.policies else table.c.id
+            assert connection.execute(sa.update(table).where(column == key).values(values)).rowcount == 1
+
+    await store.write(change)
+    report = export_peer(store, find_run(store, "first", WINDOW), "verl", tmp_path / "out.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert {row["uid"] for row in rows} == left
+    assert report.left_out == LEFT_OUT + Counter(stale=2 * len({"gr-1", "gr-5"} - left))
 
 
 def test_a_reward_limit_would_move_a_baseline_and_is_refused(tmp_path: Path) -> None:

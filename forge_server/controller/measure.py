@@ -8,8 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, pstdev
 
-import numpy as np
-
 from forge_server.domain.batches import Drop, EndedRollout, Selection
 from forge_server.domain.cohort import Group, Member
 from forge_server.domain.outcome import Kind, Outcome
@@ -34,7 +32,7 @@ def ended_rollouts(group: Group, cuts: Mapping[str, Cut]) -> list[EndedRollout]:
                 not_trained=member.not_trained or (cut.fault or "" if cut else ""),
                 trained_tokens=cut.trained_tokens if cut else 0,
                 clipped_tokens=sum(cut.clipped.values()) if cut else 0,
-                versions=_versions(cut) if cut else frozenset(),
+                versions=cut.versions if cut else frozenset(),
             )
         )
     return found
@@ -162,15 +160,6 @@ def _death_figures(
     if made:
         figures["infra/death_rate"] = lost / made
     return figures | {f"infra/retried_{name}": count for name, count in _by_length(retried).items()}
-
-
-def _versions(cut: Cut) -> frozenset[int]:
-    """Those that sampled the tokens to be trained."""
-    return frozenset(
-        int(version)
-        for sample in cut.samples
-        for version in np.unique(sample.versions[sample.loss_mask == 1])
-    )
 
 
 def _by_length(tokens: Sequence[int]) -> Counter[str]:

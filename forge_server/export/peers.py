@@ -14,7 +14,16 @@ from forge_server.domain.batches import Drop, EndedRollout, advantages, judge
 from forge_server.domain.outcome import Outcome
 from forge_server.export.mappings import MAPPINGS
 from forge_server.export.mappings.source import TrainedRollout
-from forge_server.export.records import Reader, Rollout, Run, cut_attempt, groups, without_group
+from forge_server.export.records import (
+    Group,
+    Reader,
+    Rollout,
+    Run,
+    cut_attempt,
+    groups,
+    usable,
+    without_group,
+)
 from forge_server.export.report import ExportReport, left_out
 from forge_server.export.whole import whole_file
 from forge_server.trajectory.attempt import Cut
@@ -37,11 +46,11 @@ def export_peer(reader: Reader, run: Run, target: str, path: Path) -> ExportRepo
 def trained_rollouts(reader: Reader, run: Run, report: ExportReport) -> Iterator[TrainedRollout]:
     """The rollouts that are trained, group by group; ``report`` counts them and those that are not."""
     trained_groups = 0
-    for _, dropped, members in groups(reader, run):
-        if dropped == Drop.STALE:  # in part by other weights, or by too old ones
-            report.left_out[dropped] += len(members)
+    for group in groups(reader, run):
+        if group.dropped == Drop.STALE:  # in part by other weights, or by too old ones
+            report.left_out[group.dropped] += len(group.members)
             continue
-        kept = _trained(reader, run, members, report)
+        kept = _trained(reader, run, group, report)
         for rollout, found, advantage in kept:
             yield TrainedRollout(
                 id=rollout.id,
@@ -62,14 +71,14 @@ def trained_rollouts(reader: Reader, run: Run, report: ExportReport) -> Iterator
 
 
 def _trained(
-    reader: Reader, run: Run, members: tuple[Rollout, ...], report: ExportReport
+    reader: Reader, run: Run, group: Group, report: ExportReport
 ) -> list[tuple[Rollout, Cut, float]]:
     """The group's trainable rollouts with their advantages; none when it is not trained."""
-    if any(rollout.outcome is None for rollout in members):
-        report.left_out["group_incomplete"] += len(members)
+    if any(rollout.outcome is None for rollout in group.members):
+        report.left_out["group_incomplete"] += len(group.members)
         return []
     kept: list[tuple[Rollout, Cut, EndedRollout]] = []
-    for rollout in members:
+    for rollout in group.members:
         reason, found = left_out(rollout), Cut()
         if not reason and rollout.attempt_id is not None:
             found = cut_attempt(reader, rollout.attempt_id, run.limit)
@@ -83,7 +92,7 @@ def _trained(
             report.left_out[reason] += 1
         else:
             kept.append((rollout, found, judged))
-    drop = judge([judged for _, _, judged in kept]) if kept else None
+    drop = judge([judged for _, _, judged in kept], usable(reader, run, group)) if kept else None
     if drop is not None:
         report.left_out[drop.value] += len(kept)
         return []
@@ -99,4 +108,5 @@ def _judged(rollout: Rollout, found: Cut) -> EndedRollout:
         reward=rollout.reward,
         trained_tokens=found.trained_tokens,
         clipped_tokens=sum(found.clipped.values()),
+        versions=found.versions,
     )

@@ -11,7 +11,10 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 import sqlalchemy as sa
 
+from forge_server.domain import policy
 from forge_server.domain.errors import NotFound
+from forge_server.domain.policy import Version
+from forge_server.domain.states import PolicyState
 from forge_server.store import media
 from forge_server.store import tables as t
 from forge_server.store.recordings import call_rows
@@ -56,6 +59,18 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     not_trained: str
 
 
+class Group(msgspec.Struct, frozen=True, kw_only=True):
+    """``batch_k``: the batch it was trained in; ``dropped``: why it is in none. Without either nobody has judged it:
+    it came in while its run was paused or over, or its turn is to come. ``members`` by slot.
+    """
+
+    id: str
+    step: int
+    batch_k: int | None
+    dropped: str
+    members: tuple[Rollout, ...]
+
+
 def find_run(reader: Reader, name: str, window: int) -> Run:
     """The run by name. ``window``: the engine's, the limit of a run that sets none. Raises NotFound."""
     query = sa.select(t.runs.c.id, t.runs.c.settings).where(t.runs.c.name == name)
@@ -80,19 +95,51 @@ def rollouts(reader: Reader, run: Run) -> Iterator[Rollout]:
         after = page[-1]["id"]
 
 
-def groups(reader: Reader, run: Run) -> Iterator[tuple[str, str, tuple[Rollout, ...]]]:
-    """Every group of the run: its id, why it was dropped ("" if it was not), its rollouts by slot."""
+def groups(reader: Reader, run: Run) -> Iterator[Group]:
+    """Every group of the run."""
     g, r = t.groups.c, t.rollouts.c
     after = ""
     while True:
-        query = sa.select(g.id, g.dropped).where(g.run_id == run.id, g.id > after).order_by(g.id).limit(PAGE)
+        query = (
+            sa.select(g.id, g.step, g.batch_k, g.dropped)
+            .where(g.run_id == run.id, g.id > after)
+            .order_by(g.id)
+            .limit(PAGE)
+        )
         page = _rows(reader, query)
         for group in page:
             members = _rows(reader, _rollouts(r.group_id == group["id"]).order_by(r.slot, r.id))
-            yield group["id"], group["dropped"], tuple(Rollout(**row) for row in members)
+            yield Group(**group, members=tuple(Rollout(**row) for row in members))
         if len(page) < PAGE:
             return
         after = page[-1]["id"]
+
+
+def usable(reader: Reader, run: Run, group: Group) -> frozenset[int] | None:
+    """The policy versions whose tokens the run's own trainer could take in the group. None: all of them, since
+    it took the group, or the run trains nothing.
+
+    To be read after what they sampled: a run that goes on makes further ones.
+    """
+    if group.batch_k is not None:
+        return None
+    r, p = t.runs.c, t.policies.c
+
+    def read(connection: sa.Connection) -> frozenset[int] | None:
+        query = sa.select(r.kind, r.base_version, r.settings).where(r.id == run.id)
+        row = connection.execute(query).one()
+        if row.kind != "train":
+            return None
+        own = sa.select(t.policies).where(p.name == run.policy, p.run_id == run.id)
+        versions = [
+            Version(**{**version, "state": PolicyState(version["state"])})
+            for version in connection.execute(own).mappings()
+        ]
+        lag = row.settings["max_staleness"] if row.settings.get("mode") == "async" else 0
+        # drawn when one batch fewer was assembled; async may take it later, but older weights by then no more
+        return policy.usable(versions, run.id, row.base_version, group.step - 1 - lag)
+
+    return reader.read_now(read)
 
 
 def without_group(reader: Reader, run: Run) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 
 import msgspec
+import numpy as np
 
 from forge_server.domain.call import Call
 from forge_server.domain.sample import Sample
@@ -44,6 +45,15 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def trained_tokens(self) -> int:
         return sum(int(sample.loss_mask.sum()) for sample in self.samples)
+
+    @property
+    def versions(self) -> frozenset[int]:
+        """The policy versions that sampled the trained tokens."""
+        return frozenset(
+            int(version)
+            for sample in self.samples
+            for version in np.unique(sample.versions[sample.loss_mask == 1])
+        )
 
 
 def cut(rows: Sequence[CallRow], max_len: int) -> Cut:
