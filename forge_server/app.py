@@ -414,6 +414,7 @@ class Server:
                 window=settings.engine.max_model_len,
             ),
             self._keeper,
+            self.launcher.sweep,
         )
         self.runs = Runs(
             self.store,

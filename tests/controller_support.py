@@ -377,6 +377,7 @@ class World:
             Rounds(store, self.lifecycle, self.cohorts, self.policies, self.evaluation),
             self._steps,
             self._keeper,
+            lambda run_id: self.launcher.sweep(run_id),
             engine_backoff_s=0.01,
             leave_s=0.0,
         )

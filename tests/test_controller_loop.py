@@ -8,7 +8,7 @@ import pytest
 from controller_support import FakeWeights, eventually, settings, world, write_checkpoint
 
 from forge_server.domain.engine import EngineUnavailable
-from forge_server.domain.errors import CheckpointError, Conflict
+from forge_server.domain.errors import CheckpointError, ConfigError, Conflict
 from forge_server.domain.run import RunEval
 from forge_server.store import tables as t
 
@@ -327,6 +327,41 @@ async def test_a_run_that_waits_for_the_policy_is_paused_by_a_person(
         assert (row.state, row.reason) == ("paused", "by a person")
         await w.runs.resume(second)
         assert await w.trainer(second).run() == "ended"
+
+
+async def test_a_run_waits_for_the_policy_also_when_its_trainer_cannot_be_ended_at_once(
+    database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes on by itself all the same."""
+    async with world(database_url, tmp_path) as w:
+        await w.tasks()
+        older = await w.runs.create(settings(name="older", steps=1))
+        await eventually(lambda: w.launcher.launched)
+        await w.runs.pause(older, "by a person")
+        younger = await w.runs.create(settings(name="younger", steps=1))
+        await eventually(lambda: len(w.launcher.launched) == 2)
+        sweep, faults = w.launcher.sweep, [OSError("of any kind"), ConfigError("the Job cannot be deleted")]
+
+        async def shaky(run_id: str) -> None:
+            if run_id == younger and faults:
+                raise faults.pop()
+            await sweep(run_id)
+
+        monkeypatch.setattr(w.launcher, "sweep", shaky)
+        await w.runs.resume(older)
+
+        def tried() -> bool:
+            w.bells.ring(younger)
+            return not faults
+
+        await eventually(tried)
+        row = await w.run_row(younger)
+        assert (row.state, row.reason) == ("paused", "policy_busy")
+        assert await w.trainer(older).run() == "ended"
+        assert (await w.run_row(younger)).reason in ("policy_busy", "")
+        await w.reached(younger, "active")
+        assert await w.trainer(younger).run() == "ended"
+        await w.reached(younger, "completed")
 
 
 async def test_a_run_is_known_by_its_name(database_url: str, tmp_path: Path) -> None:

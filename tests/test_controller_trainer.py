@@ -18,7 +18,7 @@ from forge_server.controller import processes
 from forge_server.controller.keeper import Keeper
 from forge_server.controller.launcher import AttachLauncher, TrainerJob
 from forge_server.controller.local_trainer import LocalLauncher
-from forge_server.domain.errors import StoreError, TrainerError
+from forge_server.domain.errors import ConfigError, StoreError, TrainerError
 from forge_server.lifecycle import liveness
 from forge_server.store import instance
 from forge_server.store import tables as t
@@ -129,6 +129,42 @@ async def test_one_that_keeps_dying_is_given_up_with_its_last_words(
         assert isinstance(keeper.fault, TrainerError) and "no such key" in str(keeper.fault)
         assert _starts(job) == keeper_module.MAX_DEATHS
         await keeper.stop()
+
+
+async def test_a_trainer_that_a_killed_server_left_to_a_paused_run_is_ended(
+    database_url: str, tmp_path: Path, job: TrainerJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody keeps it, and its link tells it to go on. A try that fails is made again."""
+    async with world(database_url, tmp_path) as w:
+        await w.tasks()
+        run_id = await w.runs.create(settings())
+        await w.runs.pause(run_id, "by a person")
+    launcher, job = _launcher(tmp_path), msgspec.structs.replace(job, run_id=run_id)
+    sweep, faults = launcher.sweep, [ConfigError("the Job cannot be deleted")]
+
+    async def shaky(run_id: str) -> None:
+        if faults:
+            raise faults.pop()
+        await sweep(run_id)
+
+    def ended() -> bool:
+        w.bells.ring(run_id)
+        return not _processes(job)
+
+    await launcher.launch(job)
+    try:
+        await _started(job)
+        monkeypatch.setattr(launcher, "sweep", shaky)
+        async with world(database_url, tmp_path, drive=False) as w:
+            w.launcher = launcher  # type: ignore[assignment]
+            await w.lifecycle.recover()
+            await w.controller.start()
+            await eventually(ended)
+            row = await w.run_row(run_id)
+            assert (row.state, row.reason) == ("paused", "by a person")
+    finally:
+        for pid in _processes(job):
+            os.kill(pid, signal.SIGKILL)
 
 
 async def test_a_missing_environment_says_how_to_make_it(tmp_path: Path, job: TrainerJob) -> None:

@@ -6,7 +6,7 @@ not the run. What goes wrong is attributed: the run pauses with the reason, and 
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import structlog
 from sqlalchemy import Connection
@@ -38,7 +38,8 @@ _WAKING_ALL = ("run_paused", "run_resumed", "run_ended")
 
 
 class Controller:
-    """``steps`` makes the state of one training run; ``keeper`` its trainer's keeper."""
+    """``steps`` makes the state of one training run; ``keeper`` its trainer's keeper; ``sweep`` ends what is left of
+    its trainers."""
 
     def __init__(
         self,
@@ -50,16 +51,18 @@ class Controller:
         rounds: Rounds,
         steps: Callable[[], Steps],
         keeper: Callable[[str, Callable[[], None]], Keeper],
+        sweep: Callable[[str], Awaitable[None]],
         *,
         engine_backoff_s: float = ENGINE_BACKOFF_S,
         leave_s: float = LEAVE_S,
     ) -> None:
         self._store, self._lifecycle, self._bells = store, lifecycle, bells
         self._policies, self._swapper, self._rounds = policies, swapper, rounds
-        self._make_steps, self._make_keeper = steps, keeper
+        self._make_steps, self._make_keeper, self._sweep = steps, keeper, sweep
         self._engine_backoff_s, self._leave_s = engine_backoff_s, leave_s
         self._loops: dict[str, asyncio.Task[None]] = {}
         self._keepers: dict[str, Keeper] = {}
+        self._swept: set[str] = set()  # runs of which no trainer of an earlier life is left
         self._restoring: asyncio.Task[None] | None = None
         self._restored = asyncio.Event()
         lifecycle.subscribe(self._hear)
@@ -159,8 +162,7 @@ class Controller:
     async def _act(self, run: Run, steps: Steps) -> bool:
         busy = run.kind != "record" and await self._busy(run)
         if run.state is RunState.PAUSED:
-            await self._drop_keeper(run.id)
-            if run.reason == POLICY_BUSY and not busy:
+            if await self._without_trainer(run) and run.reason == POLICY_BUSY and not busy:
                 await self._lifecycle.apply(RunResumed(run_id=run.id, reason=POLICY_BUSY))
                 return True
             return False
@@ -222,6 +224,25 @@ class Controller:
         if keeper is not None:
             await keeper.stop(grace_s)
             self._keepers.pop(run_id, None)
+
+    async def _without_trainer(self, run: Run) -> bool:
+        """End the trainer of a paused run, also one that an earlier life of the server left; whether there is none.
+
+        What goes wrong is no reason to pause: the one that there is stands, and it is tried again at the next look.
+        """
+        try:
+            if run.id in self._keepers:
+                await self._drop_keeper(run.id)
+            elif run.kind == "train" and run.id not in self._swept:
+                await self._sweep(run.id)
+        except ForgeError as error:
+            log.error("the trainer of a paused run is not ended, trying again", run=run.id, reason=str(error))
+            return False
+        except Exception:
+            log.exception("the trainer of a paused run is not ended, trying again", run=run.id)
+            return False
+        self._swept.add(run.id)
+        return True
 
     async def _leave(self, run_id: str) -> None:
         """The run has ended: its trainer is told so by its link and leaves."""
