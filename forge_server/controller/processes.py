@@ -8,9 +8,12 @@ import asyncio
 import contextlib
 import os
 import signal
+import time
 from pathlib import Path
 
 PROC = Path("/proc")
+_EXEC_S = 0.5
+"""Longest wait for a process that is between two programs: its environment is empty until the second one's is there."""
 
 
 def start_time(pid: int) -> int | None:
@@ -29,9 +32,18 @@ def with_environment(entry: str) -> list[int]:
     found = []
     for folder in PROC.glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if needle in b"\0" + (folder / "environ").read_bytes():
+            if needle in b"\0" + _environment(folder):
                 found.append(int(folder.name))
     return [pid for pid in found if pid != os.getpid() and start_time(pid) is not None]
+
+
+def _environment(folder: Path) -> bytes:
+    """Raises OSError for what has none: a zombie, a thread of the kernel, a process of somebody else's."""
+    end = time.monotonic() + _EXEC_S
+    while not (found := (folder / "environ").read_bytes()) and time.monotonic() < end:
+        os.readlink(folder / "exe")
+        time.sleep(0.001)
+    return found
 
 
 async def gone(pid: int, started: int, timeout_s: float | None = None) -> bool:
