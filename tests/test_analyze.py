@@ -18,7 +18,7 @@ import pytest
 import sqlalchemy as sa
 from api_rig import Rig, attached, line, rig
 from engine_fake import FakeEngine
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from forge_server.commands.analyze import analyze
@@ -202,6 +202,8 @@ def test_a_browser_opens_it_and_asks_for_nothing(page: Path, tmp_path: Path) -> 
 
 
 @given(st.floats(-1e6, 1e6), st.floats(0, 1e6), st.booleans())
+@example(5e-324, 0.0, False)
+@example(-5e-324, 0.0, True)
 def test_ticks_enclose_what_is_drawn(low: float, length: float, whole: bool) -> None:
     marks = ticks(low, low + length, 5, whole=whole)
     step = marks[1] - marks[0]

@@ -6,7 +6,7 @@ import pytest
 from forge_tui import ink, palette, plot, words
 from forge_tui.views import talk, tokens
 from forge_tui.views.rollouts import parsed
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
@@ -111,6 +111,7 @@ def test_a_cell_is_as_wide_as_its_column(text: str, width: int) -> None:
     st.integers(12, 100),
     st.integers(3, 12),
 )
+@example([5e-324], 40, 5)
 def test_any_series_is_a_curve(values: list[float | None], width: int, height: int) -> None:
     lines = plot.curve(values, width, height)
     assert len(lines) == height

@@ -52,7 +52,8 @@ def curve(
     if flat and low == floor:
         high = low + 1
     elif flat:
-        low, high = low - 0.5 * (abs(low) or 1), high + 0.5 * (abs(high) or 1)
+        half = 0.5 * abs(low) or 1.0  # half of the least float is 0
+        low, high = low - half, high + half
     rows = height * 4
     canvas = [[0] * columns for _ in range(height)]
     before: int | None = None

@@ -63,8 +63,9 @@ def chart(series: Sequence[Series]) -> Markup:
 
 def ticks(low: float, high: float, about: int, *, whole: bool = False) -> list[float]:
     """Round numbers from at or below ``low`` to at or above ``high``, at least two."""
-    if high - low <= 1e-9 * max(abs(low), abs(high)) or high - low < 1e-290:
-        low, high = (low, low + 1) if whole or low == 0 else (low - abs(low) / 2, high + abs(high) / 2)
+    size = max(abs(low), abs(high))
+    if high - low <= 1e-9 * size or high - low < 1e-290:  # what is smaller has no half that a float can tell
+        low, high = (low, low + 1) if whole or size < 1e-280 else (low - abs(low) / 2, high + abs(high) / 2)
     rough = (high - low) / about
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)

@@ -43,6 +43,7 @@ class Traces:
         self._ended: deque[str] = deque()
         self._told: dict[str, int] = {}
         """Attempt -> its calls that were told, as bits by seq."""
+        self._looking = asyncio.Lock()
 
     def __call__(self, row: EventRow) -> None:
         if row.kind == "attempt_ended" and row.attempt_id is not None:
@@ -55,17 +56,18 @@ class Traces:
 
     async def look(self) -> None:
         """Tell what is new. Whatever goes wrong is tried again at the next look."""
-        now = self._clock()
-        ended = [self._ended.popleft() for _ in range(min(CHUNK, len(self._ended)))]
-        try:
-            await self._store.read(lambda c: self._tell(c, ended))
-        except Exception:  # nobody's rollout is to suffer from this
-            log.exception("traces cannot be read")
-            self._ended.extendleft(reversed(ended))
-            return
-        self._since = max(self._began, now - LATE_S)
-        for attempt_id in ended:
-            self._told.pop(attempt_id, None)
+        async with self._looking:  # two at once would tell the same twice
+            now = self._clock()
+            ended = [self._ended.popleft() for _ in range(min(CHUNK, len(self._ended)))]
+            try:
+                await self._store.read(lambda c: self._tell(c, ended))
+            except Exception:  # nobody's rollout is to suffer from this
+                log.exception("traces cannot be read")
+                self._ended.extendleft(reversed(ended))
+                return
+            self._since = max(self._began, now - LATE_S)
+            for attempt_id in ended:
+                self._told.pop(attempt_id, None)
 
     async def close(self) -> None:
         while True:
