@@ -133,11 +133,12 @@ async def test_what_may_mend_itself_is_waited_for(tmp_path: Path) -> None:
                 "Forbidden",
                 'error looking up service account n/default: serviceaccount "default" not found',
             ),
+            (403, "Forbidden", "pods is forbidden: status unknown for quota: q, resources: pods"),
             (409, "Conflict", 'Operation cannot be fulfilled on resourcequotas "q"'),
             (503, "ServiceUnavailable", "apiserver not ready"),
         ]
         await it.launch()
-        assert it.api.creates == 6 and list(it.api.pods) == ["at-1"]
+        assert it.api.creates == 7 and list(it.api.pods) == ["at-1"]
 
 
 @pytest.mark.parametrize("lost", [False, True])

@@ -51,8 +51,10 @@ class ApiError(Exception):
 
     @property
     def unsettled(self) -> bool:
-        """Refused because the cluster's controllers, which make accounts, have not come round to it yet."""
-        return self.status == 403 and "error looking up service account" in self.message
+        """Refused because the cluster's controllers, which make accounts and count quotas, have not come round to it
+        yet."""
+        words = ("error looking up service account", "status unknown for quota")
+        return self.status == 403 and any(word in self.message for word in words)
 
     @property
     def transient(self) -> bool:
