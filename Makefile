@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint bench prove-1 prove-2 prove-3 prove-images clean
+.PHONY: demo test lint bench prove-1 prove-2 prove-3 prove-images prove-properties clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -43,6 +43,9 @@ prove-3: $(VENV)/.installed ## the table of faults, 200 real pods, the demo and 
 
 prove-images: $(VENV)/.installed ## pictures through a real vLLM with a tiny vision model (minutes; wants torchvision)
 	$(BIN)/python -m tests.prove.images
+
+prove-properties: $(VENV)/.installed ## every property on a thousand new examples (an hour; `test` draws the same ones every time)
+	$(BIN)/python -m pytest -m hypothesis --hypothesis-profile=search
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis forge-demo
