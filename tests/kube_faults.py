@@ -169,6 +169,9 @@ async def quota_exceeded(cluster: Cluster, folder: Path) -> str:
     }
     with namespace(cluster) as name:
         apply(cluster, name, quota)
+        path = f"/api/v1/namespaces/{name}/resourcequotas/few"
+        counts = lambda: cluster.get(path).get("status", {}).get("used")  # noqa: E731
+        await asyncio.to_thread(cluster.until, "the quota counts", counts)
         async with server(cluster, folder, within=name, in_flight=6) as kube:
             kube.it.model = solve
             await kube.it.group(n=6, max_attempts=1)
@@ -194,7 +197,7 @@ async def image_slow(cluster: Cluster, folder: Path) -> str:
     with socket.create_server((cluster.machine, 0)) as registry:
         image = f"{cluster.machine}:{registry.getsockname()[1]}/slow:1"
         values = {"pull_policy": "IfNotPresent"}
-        async with server(cluster, folder, image=image, values=values, startup_s=12.0) as kube:
+        async with server(cluster, folder, image=image, values=values, startup_s=45.0) as kube:
             await kube.it.group(n=1, max_attempts=1)
             found = await told(kube, 1)
             expect(found, {"startup_timeout": 1})

@@ -25,7 +25,7 @@ async def detail(api: Rig, rollout_id: str) -> dict[str, Any]:
 
 
 async def pod(registered: dict[str, Any], key: str, what: str, body: dict[str, Any]) -> int:
-    async with httpx.AsyncClient(trust_env=False) as http:
+    async with httpx.AsyncClient(trust_env=False, timeout=120) as http:
         headers = {"authorization": f"Bearer {registered[key]}"}
         answer = await http.post(f"{registered['base_url']}/{what}", json=body, headers=headers)
         return answer.status_code
@@ -37,6 +37,7 @@ def ask(registration: Registration) -> int:
         json=CALL,
         headers={"authorization": f"Bearer {registration.agent_key}"},
         trust_env=False,
+        timeout=120,
     )
     return answer.status_code
 

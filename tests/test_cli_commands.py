@@ -326,7 +326,7 @@ async def recorded(tmp_path: Path) -> AsyncIterator[str]:
         registration = await api.server.external.register(RolloutCreate(run="mine", task="a"))
         import httpx
 
-        async with httpx.AsyncClient(trust_env=False) as http:
+        async with httpx.AsyncClient(trust_env=False, timeout=120) as http:
             answer = await http.post(
                 f"{registration.base_url}/v1/chat/completions",
                 json={"model": "forge", "messages": [{"role": "user", "content": "hi"}]},

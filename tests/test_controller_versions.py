@@ -5,6 +5,7 @@ import asyncio
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -128,6 +129,63 @@ async def test_what_a_person_put_live_meanwhile_is_not_trained(database_url: str
         assert await step(trainer, session, run_id, 2) == 2
         assert await versions_trained(w, run_id, 2) == {1}
         await w.reached(run_id, "completed")
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+async def test_a_reward_is_of_all_that_answered_also_beyond_the_length_limit(
+    database_url: str, tmp_path: Path, mode: str
+) -> None:
+    """The second call of each rollout is not trained: it lies beyond the limit."""
+    async with world(database_url, tmp_path) as w:
+        await w.tasks()
+        seen, waiting, let = list[str](), list[str](), asyncio.Event()
+
+        async def before(attempt_id: str, seq: int) -> None:
+            if seq == 0:
+                seen.append(attempt_id)
+            elif seen.index(attempt_id) >= 4:  # those of the second step
+                waiting.append(attempt_id)
+                await let.wait()
+
+        w.attempts.before = before
+        run_id = await w.runs.create(settings(mode=mode, max_staleness=0, max_sample_tokens=12))
+        trainer = w.trainer(run_id)
+        session = await trainer.open()
+        assert await step(trainer, session, run_id, 1) == 1
+        await eventually(lambda: len(waiting) == 4)  # version 1 has answered their first calls
+        await put_live_in_between(w, run_id, let, 8)
+        assert await step(trainer, session, run_id, 2) == 2
+        await w.reached(run_id, "completed")
+        (batch,) = await w.rows(t.batches, t.batches.c.k == 2)
+        r, c = t.rollouts.c, t.calls.c
+        query = (
+            sa.select(c.seq, c.policy_version).distinct().join(t.rollouts, r.final_attempt_id == c.attempt_id)
+        )
+        query = query.where(r.id.in_(batch.rollout_ids)).order_by(c.seq, c.policy_version)
+        answered = await w.store.read(lambda connection: [tuple(row) for row in connection.execute(query)])
+        assert answered == [(0, 1), (1, 1)]
+        assert (await w.metrics(run_id, 2))["staleness/max"] == 0
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+async def test_an_engine_that_serves_no_version_of_the_policy_pauses_the_run(
+    database_url: str, tmp_path: Path, mode: str
+) -> None:
+    """Nothing that it samples is trained; drawing again would help nothing."""
+    async with world(database_url, tmp_path) as w:
+        await w.tasks()
+        calls = w.attempts._calls
+
+        async def unknown(attempt_id: str, seqs: tuple[int, ...]) -> None:
+            await calls(attempt_id, seqs)
+            mark = sa.update(t.calls).where(t.calls.c.attempt_id == attempt_id)
+            await w.store.write(lambda c: c.execute(mark.values(untrainable="unknown_version")) and None)
+
+        w.attempts.policies = SimpleNamespace(current=-1)  # type: ignore[assignment]
+        w.attempts._calls = unknown  # type: ignore[method-assign]
+        run_id = await w.runs.create(settings(mode=mode, max_generation_batches=2))
+        assert (await w.reached(run_id, "paused")).reason.startswith("no_signal")
+        assert {group.dropped for group in await w.rows(t.groups)} <= {"too_few_valid", ""}
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -339,8 +397,8 @@ async def test_a_base_that_is_gone_pauses_the_run_with_the_reason(database_url: 
         await eventually(lambda: w.policies.current == 2)
         await asyncio.to_thread(trainer.link.beat)
         assert trainer.link.acked_step == 1  # the younger goes on from it
-        await step(trainer, session, older, 3)
         shutil.rmtree(Path(session.checkpoint_dir) / "step_00001")
+        await step(trainer, session, older, 3)
         await w.reached(older, "completed")
         row = await eventually(lambda: _paused(w, younger))
         assert "step_00001" in row.reason

@@ -103,7 +103,10 @@ async def test_one_that_never_called_is_nobodys_failure(tmp_path: Path) -> None:
         assert (await ended(api, lost["rollout_id"]))["outcome"] == "infra_failure"
 
 
-async def test_the_client_sends_heartbeats_and_hears_that_it_should_stop(tmp_path: Path) -> None:
+async def test_the_client_sends_heartbeats_and_hears_that_it_should_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forge_server.client.rollout.BEATS_PER_TTL", 60)
     async with rig(tmp_path) as api:
         url, key = api.server.listening.control_url, api.server.admin_key
         seen: dict[str, Any] = {}
@@ -112,7 +115,7 @@ async def test_the_client_sends_heartbeats_and_hears_that_it_should_stop(tmp_pat
             with (
                 ForgeClient(url, key) as client,
                 pytest.raises(ForgeError),
-                rollout(client, ttl_s=3.0) as mine,
+                rollout(client, ttl_s=60.0) as mine,
             ):
                 seen["id"] = mine.registration.rollout_id
                 client.rollout_action(mine.registration.rollout_id, "cancel")
@@ -230,7 +233,9 @@ async def test_what_is_not_scored_fails_no_task_and_is_no_reward(tmp_path: Path,
         assert task.state == "ready"
 
 
-async def test_heartbeats_keep_it_alive(tmp_path: Path) -> None:
+async def test_heartbeats_keep_it_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One a second; time passes in the database."""
+    monkeypatch.setattr("forge_server.client.rollout.BEATS_PER_TTL", 60)
     async with rig(tmp_path) as api:
         url, key = api.server.listening.control_url, api.server.admin_key
         a = t.attempts.c.heartbeat_at
@@ -239,13 +244,14 @@ async def test_heartbeats_keep_it_alive(tmp_path: Path) -> None:
             return float(await api.server.store.read(lambda c: c.execute(sa.select(a)).scalar_one()))
 
         with ForgeClient(url, key) as client:
-            block = rollout(client, ttl_s=3.0)
+            block = rollout(client, ttl_s=60.0)
             mine = await asyncio.to_thread(block.__enter__)
             try:
-                first = await heard()
-                async with asyncio.timeout(120):
-                    while await heard() < first + 3.5:  # noqa: ASYNC110
-                        await asyncio.sleep(0.05)
+                for _ in range(3):
+                    await silent_for(api, mine.registration.rollout_id, 30)
+                    async with asyncio.timeout(120):
+                        while await heard() < time.time() - 25:  # noqa: ASYNC110
+                            await asyncio.sleep(0.05)
                 assert (await detail(api, mine.registration.rollout_id))["rollout"]["state"] == "active"
             finally:
                 await asyncio.to_thread(block.__exit__, None, None, None)
@@ -300,7 +306,8 @@ import httpx
 def my_harness(base_url, api_key):
     body = {"model": "forge", "messages": [{"role": "user", "content": "hi"}]}
     headers = {"authorization": f"Bearer {api_key}"}
-    httpx.post(f"{base_url}/chat/completions", json=body, headers=headers, trust_env=False).raise_for_status()
+    answer = httpx.post(f"{base_url}/chat/completions", json=body, headers=headers, trust_env=False, timeout=120)
+    answer.raise_for_status()
 """
     async with FakeEngine().serving() as engine, rig(tmp_path, **attached(engine.url)) as api:
         await api.ready()

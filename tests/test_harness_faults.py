@@ -26,10 +26,10 @@ IMPATIENT = msgspec.structs.replace(
     name="gemini-impatient",
     install=msgspec.structs.replace(GEMINI.install, env=GEMINI.name),
     files=tuple(
-        msgspec.structs.replace(file, content=file.content.replace('"3600"', '"5"')) for file in GEMINI.files
+        msgspec.structs.replace(file, content=file.content.replace('"3600"', '"15"')) for file in GEMINI.files
     ),
 )
-"""Gemini CLI that waits five seconds for headers."""
+"""Gemini CLI that waits fifteen seconds for headers: no answer is ever so slow unless it is made so."""
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,8 @@ def test_a_harness_hangs_up_and_asks_again(lab: Lab) -> None:
         task.policy(lab),
         instruction=task.instruction,
         expect=task.expect,
-        faults={2: Fault(slow_s=30.0)},
+        faults={2: Fault(slow_s=90.0)},
+        max_seconds=300.0,
         forwarding="splice",
     )
     assert (result.outcome, result.reward, result.violations) == ("completed", 1.0, []), result.explain()

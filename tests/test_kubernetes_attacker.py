@@ -155,7 +155,7 @@ def test_what_it_plants_is_gone_before_the_verifier(lab: Lab) -> None:
         ("memory", {"oom_agent"}, 60, {}),
         ("processes", {"ok"}, 60, {}),
         ("ports", {"agent_timeout", "runner_lost"}, 12, {}),
-        ("disk", {"runner_lost"}, 100, {"mb": DISK_MB + 60}),
+        ("disk", {"runner_lost"}, 300, {"mb": DISK_MB + 60}),
     ],
 )
 def test_its_failure_stays_its_own(

@@ -121,7 +121,9 @@ def test_rights_and_admission_are_told(cluster: Cluster, tmp_path: Path) -> None
         )
 
         quota = {"metadata": {"name": "q"}, "spec": {"hard": {"pods": "0"}}}
-        cluster.call("POST", f"/api/v1/namespaces/{name}/resourcequotas", quota)
+        path = f"/api/v1/namespaces/{name}/resourcequotas"
+        cluster.call("POST", path, quota)
+        cluster.until("the quota counts", lambda: cluster.get(f"{path}/q").get("status", {}).get("used"))
         found = check(settings(cluster, tmp_path, name))
         assert found["admission"][0] and "quota" in found["admission"][1]
 

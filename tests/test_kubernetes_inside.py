@@ -57,7 +57,9 @@ def test_a_server_in_the_cluster_sees_its_pods_by_its_own_account(cluster: Clust
                             container["imagePullPolicy"] = "Never"
                 apply(cluster, namespace, document)
         pod = _until(cluster, namespace, "forge-server-0")
-        told = _readyz(f"http://{pod['status']['podIP']}:8401/readyz")
+        url = f"http://{pod['status']['podIP']}:8401/readyz"
+        _wait(lambda: _readyz(url)["cluster"][0], "the pods are listed")  # it lives before they are
+        told = _readyz(url)
         assert told["cluster"] == (True, "pods are seen and can be made")
         assert told["database"][0]
         daemons = f"/apis/apps/v1/namespaces/{namespace}/daemonsets/forge-server-prepull"

@@ -17,8 +17,8 @@ from forge_server.client.schemas import TaskCreate
 pytestmark = [pytest.mark.kubernetes, pytest.mark.vllm, pytest.mark.verl, pytest.mark.timeout(1500)]
 
 FLOAT32_LIMIT = 1e-3
-VERIFIER = """n=$(od -An -N1 -tu1 /dev/urandom)
-echo "0.$((n % 10))" > /logs/verifier/reward.txt
+VERIFIER = """n=$(od -An -N4 -tu4 /dev/urandom)  # never the same twice: no group is without a signal
+echo "0.$(printf %010d $((n)))" > /logs/verifier/reward.txt
 """
 
 ENDS = """SELECT harness, backend, a.outcome, a.kind, exit_code, COUNT(*) AS n
@@ -75,7 +75,7 @@ def test_pods_are_trained_on_by_a_job_and_a_killed_server_finds_both_again(lab: 
     lab.up()
     lab.finish("cluster", 600.0)
 
-    assert "taking it over" in lab.log()
+    assert "taking it over" in (lab.folder / "server.log").read_text()
     assert report(lab, "cluster")["samples"] > 0
     found = metrics(lab, "cluster")
     for step in (1, 2):

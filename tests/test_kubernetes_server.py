@@ -49,7 +49,7 @@ def folder(tmp_path: Path) -> Path:
 
 async def test_an_api_server_that_is_away_is_waited_for_and_told(folder: Path) -> None:
     async with running(load(folder / "forge.toml", {})) as server:
-        async with httpx.AsyncClient(base_url=server.listening.control_url) as client:
+        async with httpx.AsyncClient(base_url=server.listening.control_url, timeout=120) as client:
             told = (await client.get("/readyz")).json()
         line = next(check for check in told["checks"] if check["name"] == "cluster")
         assert not told["ready"] and not line["ok"]

@@ -216,8 +216,8 @@ def test_what_it_offers_is_told(http: httpx.Client) -> None:
     assert http.get("/nothing").status_code == 404
     assert http.get("/version").json() == {"version": "0.32.0"}
     with ScriptedEngine(scale_out=False).serving() as plain:
-        assert GENERATE not in httpx.get(f"{plain.url}/openapi.json").json()["paths"]
-        assert httpx.post(plain.url + GENERATE, json={}).status_code == 403
+        assert GENERATE not in httpx.get(f"{plain.url}/openapi.json", timeout=60).json()["paths"]
+        assert httpx.post(plain.url + GENERATE, json={}, timeout=60).status_code == 403
 
 
 def test_tokenize(http: httpx.Client) -> None:

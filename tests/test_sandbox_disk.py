@@ -52,8 +52,8 @@ def fill(keep=True):
 print(call(10), flush=True)
 """
 LEAVES = AGENT + "fill()\n"
-ASKS = AGENT + "files = fill()\nprint(call(300000), flush=True)\ntime.sleep(60)\n"
-HIDES = AGENT + "files = fill(keep=False)\ntime.sleep(60)\n"
+ASKS = AGENT + "files = fill()\nprint(call(300000), flush=True)\ntime.sleep(600)\n"
+HIDES = AGENT + "files = fill(keep=False)\ntime.sleep(600)\n"
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ async def test_i5_a_disk_that_the_agent_filled_is_its_own_doing(small_disk: Path
     spec = script_spec(f"exec \"$PY\" -I -S - <<'END'\n{script}\nEND")
     async with rig(small_disk, specs={"script": spec}, through=proxied, disk_mb=SIZE_MB - 20) as it:
         await it.group(harness="script", max_attempts=1)
-        (ended,) = await it.ended(within=30.0)
+        (ended,) = await it.ended(within=240.0)
         assert (ended.data["outcome"], ended.data["kind"]) == ("policy_failure", "runner_lost")
         assert ended.data["reward"] == 0.0
         (attempt,) = await it.attempts()

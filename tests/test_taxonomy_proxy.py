@@ -513,7 +513,9 @@ async def test_case_31_no_two_rollouts_share_a_session(proxy: Rig) -> None:
     """What would be one session by mistake is refused at the door: a key opens its own attempt's path only."""
     mine, key = proxy.attempt, proxy.key
     other = await proxy.new_attempt()
-    async with httpx.AsyncClient(base_url=proxy.url, headers={"Authorization": f"Bearer {key}"}) as client:
+    async with httpx.AsyncClient(
+        base_url=proxy.url, headers={"Authorization": f"Bearer {key}"}, timeout=120
+    ) as client:
         crossed = await client.post(f"/a/{other}/v1/chat/completions", json=hello())
         assert (crossed.status_code, crossed.json()["error"]["code"]) == (401, "invalid_api_key")
         assert (await client.post("/v1/chat/completions", json=hello())).status_code == 200

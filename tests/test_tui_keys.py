@@ -36,7 +36,15 @@ class Keys:
     async def until(self, text: str, *keys: str) -> None:
         """Press them; then wait until the text is on the screen: a busy machine paints late."""
         await self(*keys)
-        await eventually(lambda: text in shown(self.app))
+        await self.see(text)
+
+    async def see(self, *texts: str, no: str = "\0") -> None:
+        """Wait until these are on the screen and that is not."""
+        await eventually(lambda: all(text in shown(self.app) for text in texts) and no not in shown(self.app))
+
+    async def on(self, screen: type) -> None:
+        """Wait until that one is in front."""
+        await eventually(lambda: isinstance(self.app.screen, screen))
 
 
 class Notices:
@@ -93,8 +101,8 @@ async def test_every_key_of_the_main_window(
         keys = Keys(app, pilot)
 
         # rollouts: filter, sort, group, search, move
-        screen = await keys("2")
-        assert "43 rollouts" in screen and "▌00000042" in screen
+        await keys("2")
+        await keys.see("43 rollouts", "▌00000042")
         await keys.until("▌00000041", "down")
         await keys.until("▌00000040", "j")
         await keys.until("▌00000041", "up")
@@ -102,12 +110,12 @@ async def test_every_key_of_the_main_window(
         await keys.until("▌00000000", "end")
         await keys("pageup")
         await keys.until("▌00000042", "home")
-        assert "▌00000042" not in await keys("pagedown")
+        await keys("pagedown")
+        await keys.see("▌", no="▌00000042")
         await keys.until("state:active", "f")
-        assert "6 rollouts" in shown(app)
-        screen = await keys("escape", "o", "o", "o")
-        assert "3 rollouts  outcome:infra_failure" in screen
-        assert "policy failure" not in screen.replace("outcome", "")
+        await keys.see("6 rollouts")
+        await keys("escape", "o", "o", "o")
+        await keys.see("3 rollouts  outcome:infra_failure", no="policy failure")
         await keys.until("sorted by ended", "escape", "s")
         await keys.until("sorted by reward ▼", "s")
         await keys.until("reward ▲", "r")
@@ -117,8 +125,8 @@ async def test_every_key_of_the_main_window(
         await keys("escape", "m")
         await keys("slash")
         app.query_one("#rollouts Input", Input).value = "kind:startup_timeout find"
-        screen = await keys("enter")
-        assert "kind:startup_timeout text:find" in screen and "1 rollouts" in screen
+        await keys("enter")
+        await keys.see("kind:startup_timeout text:find", "1 rollouts")
         await keys("slash", "escape", "escape")
 
         # comparison
@@ -126,8 +134,7 @@ async def test_every_key_of_the_main_window(
         await keys.until("▼", "s", "s")
         await keys.until("▲", "r")
         await keys.until("train rollouts", "o")
-        screen = await keys("5", "enter")
-        assert "task:find-secret" in screen
+        await keys.until("task:find-secret", "5", "enter")
 
         # training, cost, events
         await keys.until("Versions", "3", "v")
@@ -140,21 +147,19 @@ async def test_every_key_of_the_main_window(
         await keys("space", "m", "slash")
         app.query_one("#events Input", Input).value = "startup_timeout"
         await keys("enter")
-        assert "attempt queued" not in shown(app)
-        assert "startup_timeout" in shown(app)
+        await keys.see("startup_timeout", no="attempt queued")
         await keys("enter")
-        assert isinstance(app.screen, RolloutScreen)
+        await keys.on(RolloutScreen)
         await keys("escape", "escape")
 
         # everywhere
         await keys("1", "d")
         assert app.theme == "forge-light"
         await keys("d", "ctrl+r", "question_mark")
-        assert isinstance(app.screen, dialogs.Help)
+        await keys.on(dialogs.Help)
         await keys("escape", "u")
-        assert isinstance(app.screen, dialogs.Pick)
-        await keys("down", "enter")
-        assert "baseline" in shown(app)
+        await keys.on(dialogs.Pick)
+        await keys.until("baseline", "down", "enter")
         await keys("u", "enter")
         assert app.model.run == RUN
 
@@ -172,16 +177,16 @@ async def test_every_key_of_a_rollout(
         keys = Keys(app, pilot)
         await keys("2")
         app.query_one("#rollouts-grid", Grid).go(42 - FEATURED)
-        screen = await keys("enter")
-        assert rollout_id(FEATURED) in screen and "Not yet: its group is in no batch." in screen
+        await keys("enter")
+        await keys.see(rollout_id(FEATURED), "Not yet: its group is in no batch.")
         await keys.until("4 more lines", "2")
         await keys.until("notes-13.txt", "e")
         await keys("a", "a")
-        assert "grep the notes" in shown(app) and "ls -la" not in shown(app)
+        await keys.see("grep the notes", no="ls -la")
         await keys("a")
         await keys.until("searcher", "3")
         await keys("down", "enter")
-        assert "─ 1 ◆ main" in shown(app).splitlines()[2]
+        await eventually(lambda: "─ 1 ◆ main" in shown(app).splitlines()[2])
         await keys.until("segment 1 of 2  by mask", "4")
         await keys.until("segment 2 of 2", "n")
         await keys.until("segment 1 of 2", "b")
@@ -191,8 +196,7 @@ async def test_every_key_of_a_rollout(
         await keys.until("by version: context v11", "m")
         await keys.until("v10 v11", "n")
         await keys.until("v10–v11", "5")
-        await keys("down", "enter")
-        assert "segment 2 of 2" in shown(app)
+        await keys.until("segment 2 of 2", "down", "enter")
         await keys.until("verifier: ok, 1.0", "6")
         assert "\x1b" not in shown(app)
         await keys.until("◆ searcher", "1")
@@ -226,7 +230,7 @@ async def test_steering_asks_first_and_shows_what_came_of_it(
             assert await of_run("state") == "paused"
             app._overview_at = float("-inf")
             await settled(app, pilot)
-            assert "paused by a person" in shown(app)
+            await keys.see("paused by a person")
             await keys.until("Resume run demo?", "p")
             await keys("y")
             await notices.told("demo is active")
@@ -300,8 +304,8 @@ async def test_the_mixture_is_read_asked_for_and_set(
             await notices.next(told)
         await answered("absent=1", "y")
         await notices.next("there is no harness 'absent'")
-        screen = await answered("react=1 codex=3")
-        assert "Draw groups in codex 75%, react 25%?" in screen and "Instead of react 100%" in screen
+        await answered("react=1 codex=3")
+        await keys.see("Draw groups in codex 75%, react 25%?", "Instead of react 100%")
         await keys("n")
         assert (await app.ask(lambda: app.client.run(RUN))).harnesses == {"react": 1.0}
         await answered("react=1 codex=3", "y")

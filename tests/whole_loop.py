@@ -117,7 +117,7 @@ class Lab:
 
     def cli(self, *words: str, ok: bool = True) -> str:
         done = subprocess.run(
-            [*FORGE, *words], cwd=self.folder, capture_output=True, text=True, timeout=300, check=False
+            [*FORGE, *words], cwd=self.folder, capture_output=True, text=True, timeout=900, check=False
         )
         assert (done.returncode == 0) is ok, done.stdout + done.stderr
         return done.stdout + done.stderr

@@ -83,10 +83,10 @@ def gather_traces(folder: Folder, engine: Path, recipe: Recipe, seed: int, scree
         *(str(folder.untrained), str(url_file), str(plan.hasty_share)),
     )
     with folder.background("teacher", command, folder.environ("demo")) as teaching:
-        wait_for("the teacher to listen", url_file.exists, teaching, 60.0)
+        wait_for("the teacher to listen", url_file.exists, teaching, 300.0)
         url = url_file.read_text().strip()
         overlay = {"FORGE_ENGINE__KIND": "attach", "FORGE_ENGINE__URL": url, "FORGE_ENGINE__MODEL": ""}
-        with folder.server(60.0, **overlay) as (client, _):
+        with folder.server(300.0, **overlay) as (client, _):
             register_tasks(client, "teach", tasks)
             register_tasks(client, "train", draw("train", recipe.train_tasks, seed))
             register_tasks(client, "heldout", draw("heldout", recipe.heldout_tasks, seed))
