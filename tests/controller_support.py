@@ -6,7 +6,7 @@ HTTP with the trainer's own client. A ``World`` can be killed at any point and m
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from hashlib import sha256
 from pathlib import Path
@@ -141,6 +141,8 @@ class Attempts:
         self.paused = asyncio.Event()
         self.paused.set()
         self.tasks: set[asyncio.Task[None]] = set()
+        self.before: Callable[[str, int], Awaitable[None]] | None = None
+        """(attempt, seq) Waited for before each call."""
         self._ids = CallIds()
         lifecycle.subscribe(self._hear)
 
@@ -206,6 +208,8 @@ class Attempts:
         prompt = np.arange(1, 9, dtype=np.int32)
         rows: list[tuple[Any, dict[str, Any]]] = []
         for seq in seqs:
+            if self.before is not None:
+                await self.before(attempt_id, seq)
             completion = np.array([100 + seq, 101, 2], np.int32)
             call_id, version = self._ids.next(), self.policies.current
             spans = [VersionSpan(version, 0, completion.size)]

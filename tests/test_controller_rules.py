@@ -3,21 +3,25 @@
 from collections import Counter
 from math import isclose
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_trajectory_codec import rows_of
+from test_trajectory_samples import SYSTEM, call, grow
 
-from forge_server.controller.measure import step_figures
+from forge_server.controller.measure import ended_rollouts, step_figures
 from forge_server.domain import policy
 from forge_server.domain.batches import Drop, EndedRollout, Move, Selection, foreign, next_move, select
-from forge_server.domain.cohort import Group
+from forge_server.domain.cohort import Group, Member
 from forge_server.domain.draw import draw_harness, draw_tasks
 from forge_server.domain.errors import Conflict
 from forge_server.domain.outcome import Outcome
 from forge_server.domain.policy import Version
 from forge_server.domain.run import RunEval, RunSettings, first_change
-from forge_server.domain.states import PolicyState
+from forge_server.domain.states import PolicyState, Untrainable
 from forge_server.evaluation.stats import mean_interval, pass_at_k, round_figures
+from forge_server.trajectory.attempt import cut
 
 INVALID = [Outcome.INFRA_FAILURE, Outcome.TASK_FAILURE, Outcome.CANCELLED]
 
@@ -82,6 +86,10 @@ def test_why_groups_are_dropped() -> None:
         "equal": [rollout(1.0), rollout(1.0), rollout(0.0, trained_tokens=0)],
         "old": [rollout(1.0, versions=frozenset({3})), rollout(0.0, versions=frozenset({1, 2}))],
         "another's": [rollout(1.0, versions=frozenset({2})), rollout(0.0, versions=frozenset({4}))],
+        "another's, beyond the limit": [
+            rollout(1.0, versions=frozenset({2})),
+            rollout(0.0, versions=frozenset({4}), trained_tokens=0, clipped_tokens=3),
+        ],
         "good": [rollout(1.0, versions=frozenset({2})), rollout(0.0, versions=frozenset({2, 3}))],
     }
     selection = select(cohort, usable=frozenset({2, 3}))
@@ -90,6 +98,7 @@ def test_why_groups_are_dropped() -> None:
         "equal": Drop.EQUAL_REWARDS,
         "old": Drop.STALE,
         "another's": Drop.STALE,
+        "another's, beyond the limit": Drop.STALE,
     }
     assert list(selection.groups) == ["good"]
     others = [rollout(0.0, versions=frozenset({4})), rollout(0.0, versions=frozenset({2}))]
@@ -106,6 +115,23 @@ def test_the_share_of_mixed_groups_is_of_those_whose_rewards_were_judged() -> No
     figures = step_figures(groups, {name: [] for name in names}, selection, {}, lambda version: 0)
     assert figures["groups/mixed_share"] == pytest.approx(2 / 3)
     assert figures["groups/dropped_stale"] == figures["groups/dropped_too_few_valid"] == 1
+
+
+def test_staleness_is_that_of_the_trained_tokens() -> None:
+    """An older version has answered a call that is not trained."""
+    calls = [call(i, p, c) for i, (p, c) in enumerate(grow(2, SYSTEM))]
+    calls[0] = msgspec.structs.replace(calls[0], untrainable=Untrainable.CONSTRAINED)
+    made = {"ended": True, "outcome": "completed", "kind": "ok", "attempts": 1, "not_trained": ""}
+    members = tuple(
+        Member(id=f"r{n}", reward=float(n), attempt_id=f"a{n}", created_at=0.0, ended_at=1.0, **made)  # type: ignore[arg-type]
+        for n in range(2)
+    )
+    group = Group(id="g", step=1, round=0, task_id="ta", members=members)
+    cuts = {f"a{n}": cut(rows_of(calls), 1 << 30) for n in range(2)}
+    rollouts = {"g": ended_rollouts(group, cuts)}
+    assert {r.versions for r in rollouts["g"]} == {frozenset({0, 1})}
+    figures = step_figures([group], rollouts, select(rollouts), cuts, lambda version: 1 - version)
+    assert figures["staleness/max"] == figures["staleness/mean"] == 0
 
 
 def test_what_follows_a_complete_cohort() -> None:

@@ -194,9 +194,9 @@ def test_advantages_are_around_the_mean(rewards: list[float]) -> None:
 
 
 def swapped() -> list[Call]:
-    """A weight update to version 3 within the last answer."""
+    """A weight update to version 4 within the last answer."""
     *before, last = straight()
-    spans = (VersionSpan(2, 0, 5), VersionSpan(3, 5, last.completion.size))
+    spans = (VersionSpan(2, 0, 5), VersionSpan(4, 5, last.completion.size))
     return [*before, msgspec.structs.replace(last, versions=spans)]
 
 
@@ -254,7 +254,7 @@ def fill(connection: sa.Connection) -> None:
     put(t.runs, id="ru-1", name="first", kind="train", **run)
     put(t.runs, id="ru-2", name="second", kind="train", **run)
     put(t.policies, name="p", version=0, state="retired", path="/0")
-    for step in (1, 2, 3):
+    for step in (1, 2, 3, 4):
         put(t.policies, name="p", version=step, run_id="ru-1", step=step, state="retired", path=f"/{step}")
     put(t.tasks, id="ta-1", taskset="set", name="one", instruction="x", definition={}, digest="d")
     number = 0
@@ -326,7 +326,8 @@ OTHERS = {"run_id": "ru-2"}
 @pytest.mark.parametrize(
     ("changes", "left"),
     [
-        pytest.param([(t.policies, 3, OTHERS)], {"gr-1"}, id="another run's within an answer"),
+        pytest.param([(t.policies, 4, OTHERS)], {"gr-1"}, id="another run's within an answer"),
+        pytest.param([(t.policies, 3, OTHERS)], {"gr-5"}, id="another run's in a call that is not trained"),
         pytest.param([(t.policies, 1, OTHERS)], set(), id="another run's in every group"),
         pytest.param([(t.runs, "ru-1", {"base_version": 1})], set(), id="older than where it started"),
         pytest.param(
@@ -343,10 +344,10 @@ OTHERS = {"run_id": "ru-2"}
             id="as old as async takes it",
         ),
         pytest.param(
-            [(t.policies, 3, OTHERS), (t.groups, "gr-5", {"batch_k": 1})], {"gr-1", "gr-5"}, id="trained"
+            [(t.policies, 4, OTHERS), (t.groups, "gr-5", {"batch_k": 1})], {"gr-1", "gr-5"}, id="trained"
         ),
         pytest.param(
-            [(t.policies, 3, OTHERS), (t.runs, "ru-1", {"kind": "record", "base_version": None})],
+            [(t.policies, 4, OTHERS), (t.runs, "ru-1", {"kind": "record", "base_version": None})],
             {"gr-1", "gr-5"},
             id="recorded, whoever sampled it",
         ),

@@ -62,6 +62,36 @@ def test_i4_a_call_that_could_not_have_mattered_faults_nothing(fields: dict[str,
     assert found.fault is None and found.trained_tokens == 60
 
 
+@pytest.mark.parametrize(
+    ("fields", "limit", "versions"),
+    [
+        ({}, NO_LIMIT, {0, 1, 2, 3}),
+        ({}, 60, {0, 1, 2, 3}),  # only the first call lies within it
+        ({}, 10, {0, 1, 2, 3}),  # none does
+        ({"untrainable": "constrained"}, NO_LIMIT, {0, 1, 2, 3}),
+        ({"delivered": "unknown"}, NO_LIMIT, {0, 1, 2, 3}),
+        ({"delivered": "no"}, NO_LIMIT, {0, 1, 2}),
+        ({"label": "title", "untrainable": "side_call"}, NO_LIMIT, {0, 1, 2}),
+    ],
+)
+def test_a_reward_is_of_every_version_that_took_part(
+    fields: dict[str, object], limit: int, versions: set[int]
+) -> None:
+    """Each call is of another version."""
+    assert cut(change(rows_of(good()), 3, **fields), limit).versions == versions
+
+
+def test_both_versions_of_a_call_that_a_weight_update_split_took_part() -> None:
+    calls = good()
+    calls[3] = call(3, *grow(4, SYSTEM)[3], versions=[(3, 0, 5), (7, 5, 20)])
+    assert cut(rows_of(calls), 60).versions == {0, 1, 2, 3, 7}
+
+
+def test_what_has_nothing_to_train_is_of_no_version() -> None:
+    rows = [msgspec.structs.replace(row, untrainable="unknown_version") for row in rows_of(good())]
+    assert cut(rows, NO_LIMIT).versions == frozenset()
+
+
 def test_i4_what_cannot_be_read_back_faults_the_attempt() -> None:
     found = cut(change(rows_of(good()), 2, prompt_digest=b"?" * 16), NO_LIMIT)
     assert (found.fault, found.samples) == (Fault.CORRUPT_RECORD, ())

@@ -62,7 +62,7 @@ def step_figures(
         "rollouts/trained": len(trained),
         **reward_figures([r.reward for r in valid if r.reward is not None]),
         **_sample_figures([cut_of[r.id] for r in trained]),
-        **_staleness_figures([age(min(r.versions)) for r in trained if r.trained_tokens]),
+        **_staleness_figures([age(_oldest(cut_of[r.id])) for r in trained if r.trained_tokens]),
         **_stale_figures([cut_of[r.id] for r in everyone if r.trainable and _stale(selection, r)]),
         **_surplus_figures([m for m in members.values() if m.kind == Kind.SURPLUS], cut_of),
         **_death_figures(everyone, {i: m.attempts for i, m in members.items()}, cut_of),
@@ -160,6 +160,11 @@ def _death_figures(
     if made:
         figures["infra/death_rate"] = lost / made
     return figures | {f"infra/retried_{name}": count for name, count in _by_length(retried).items()}
+
+
+def _oldest(cut: Cut) -> int:
+    """Of the policy versions that sampled the trained tokens."""
+    return min(sample.min_version for sample in cut.samples)
 
 
 def _by_length(tokens: Sequence[int]) -> Counter[str]:

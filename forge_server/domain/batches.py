@@ -38,7 +38,8 @@ class EndedRollout(msgspec.Struct, frozen=True, kw_only=True):
 
     ``not_trained`` is the reason of its final attempt (I4), empty when there is none; ``trained_tokens``
     counts the tokens with loss mask 1 over all its samples, ``clipped_tokens`` those that would have it but for
-    the length limit; ``versions`` are the policy versions that sampled the former.
+    the length limit; ``versions`` are the policy versions that its reward is of: those that answered any call that
+    took part, trained or not; none without a token of either kind.
     """
 
     id: str
@@ -69,7 +70,7 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
 def judge(rollouts: Sequence[EndedRollout], usable: frozenset[int] | None = None) -> Drop | None:
     """Why the complete group of these rollouts has no place in a batch, or None.
 
-    With ``usable`` the group is stale when any token of it to be trained was sampled by another policy version.
+    With ``usable`` the group is stale when another policy version has sampled of a trainable rollout.
     """
     trainable = [r for r in rollouts if r.trainable]
     trained = [r for r in trainable if r.trained_tokens]
@@ -77,7 +78,7 @@ def judge(rollouts: Sequence[EndedRollout], usable: frozenset[int] | None = None
         return Drop.TOO_FEW_VALID
     if len({r.reward for r in trainable}) == 1:
         return Drop.EQUAL_REWARDS
-    if usable is not None and foreign(trained, usable):
+    if usable is not None and foreign(trainable, usable):
         return Drop.STALE
     return None
 

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from enum import StrEnum
 
 import msgspec
-import numpy as np
 
 from forge_server.domain.call import Call
 from forge_server.domain.sample import Sample
 from forge_server.domain.states import CallEnd, Delivery, Untrainable
 from forge_server.trajectory.codec import CallRow, CorruptRecord, decode_attempt
-from forge_server.trajectory.samples import cover
+from forge_server.trajectory.samples import cover, takes_part
 
 
 class Fault(StrEnum):
@@ -48,12 +47,14 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def versions(self) -> frozenset[int]:
-        """The policy versions that sampled the trained tokens."""
-        return frozenset(
-            int(version)
-            for sample in self.samples
-            for version in np.unique(sample.versions[sample.loss_mask == 1])
-        )
+        """The policy versions that the reward is of: those that answered any call that took part, trained or not.
+
+        None when there is nothing to train, be it beyond the length limit. An engine that serves what is no version of
+        the policy makes only such attempts: others are not to be drawn for them for ever.
+        """
+        if not self.samples and not self.clipped:
+            return frozenset()
+        return frozenset(span.version for call in self.calls if takes_part(call) for span in call.versions)
 
 
 def cut(rows: Sequence[CallRow], max_len: int) -> Cut:

@@ -44,7 +44,8 @@ def cover(calls: Iterable[Call], max_len: int) -> Cover:
     return _Cutter(sorted(calls, key=lambda call: call.seq), max_len).cover()
 
 
-def _takes_part(call: Call) -> bool:
+def takes_part(call: Call) -> bool:
+    """Whether the harness may have gone on from the call's answer, and not beside its work; trained or not."""
     return (
         call.completion.size > 0
         and call.delivered is not Delivery.NO
@@ -57,7 +58,7 @@ class _Cutter:
 
     def __init__(self, calls: Sequence[Call], max_len: int) -> None:
         self.all, self.max_len = calls, max_len
-        self.calls = [call for call in calls if _takes_part(call)]
+        self.calls = [call for call in calls if takes_part(call)]
         self.by_id = {call.id: call for call in self.calls}
         self.forests: dict[str, Forest] = {}
         self.placed: dict[int, Placement] = {}
