@@ -5,10 +5,12 @@ that the harness asked for is the same, and gives way with a reason where it is 
 import json
 from collections.abc import Callable
 
+import msgspec
 import pytest
-from qwen3 import Message, qwen3
-from splice_world import TOOLS, World, call, think, tool, user
+from qwen3 import Message, parse_answer, qwen3
+from splice_world import TOOLS, Engine, World, call, think, tool, user
 
+from forge_server.domain.engine import Generated
 from forge_server.domain.states import Fallback
 
 FLIGHT = call('{"city": "Paris"}')
@@ -92,6 +94,13 @@ CASES = {
     "a split token": (unusual(FLIGHT), same, NEXT, False, None),
     "a split token in the reasoning": (unusual(think("hm, let me see") + FLIGHT), same, NEXT, False, None),
     "new user turn": (think("hm") + "It is warm.", same, LATER, False, Fallback.REASONING_DROPPED),
+    "new user turn, the answer repeats the reasoning": (
+        think("warm") + "It is warm.",
+        same,
+        LATER,
+        False,
+        Fallback.ANSWER_DROPPED,
+    ),
     "new user turn without reasoning": ("It is warm.", same, LATER, True, None),
     "new user turn, split token": (unusual("It is warm."), same, LATER, False, None),
     "reminder inside the tool loop": (
@@ -220,3 +229,30 @@ def test_without_kept_reasoning_each_question_begins_a_sample_and_its_tool_loop_
     dropped = Fallback.REASONING_DROPPED
     assert [made.fallback for made in world.made] == [None, None, dropped, None, dropped, None]
     assert len(world.cover().samples) == 3
+
+
+class Stopping(Engine):
+    """The API leaves out the stop string that the answer was cut off at; the sampled ids have it."""
+
+    STOP = "\nObservation:"
+
+    def _generated(self, ids: list[int], finish: str) -> Generated:
+        return msgspec.structs.replace(super()._generated(ids, "stop"), stop_reason=self.STOP)
+
+    async def message(self, found: Generated, *more: object, **options: object) -> dict[str, object]:
+        text = qwen3().decode(found.completion_ids.tolist())
+        return parse_answer(text.partition(self.STOP)[0], tools=False)
+
+
+def test_what_a_stop_string_cut_off_does_not_come_back() -> None:
+    """ReAct harnesses stop there and say it themselves."""
+    world = World()
+    world.engine = Stopping()
+    first = world.ask([user("List the files.")], f"Action: ls{Stopping.STOP}", cut=True)
+    assert first.answer["content"] == "Action: ls"
+    made = world.ask(
+        [user("List the files."), first.answer, user("Observation: a.py")], "Action: end", cut=True
+    )
+    assert made.fallback == Fallback.ANSWER_DROPPED and "Observation:<|im_end|>" not in qwen3().decode(
+        made.sent
+    )

@@ -201,18 +201,17 @@ async def _permit(
             await _same(engine, written, sampled)
             continue
         parts = _parts(answer, ask)
-        if written.melted >= 0 or any(part for wanted in parts.values() for part in wanted):
-            text = await _spoken(engine, written.ids)
-            if written.melted >= 0:
-                edge = dict(template.edges).get(written.melted, "")
-                if not edge or not text.startswith(edge):
-                    raise Unspliceable(Fallback.CONTEXT_DIFFERS)
-            for reason, wanted in parts.items():
-                if not says(text, wanted):
-                    raise Unspliceable(reason)
-            if answer.names and not covers(text, _kept(ask, await _spoken(engine, sampled))):
-                # the tool parser threw away what was sampled between the calls or behind them
-                raise Unspliceable(Fallback.ANSWER_DROPPED)
+        text = await _spoken(engine, written.ids)
+        if written.melted >= 0:
+            edge = dict(template.edges).get(written.melted, "")
+            if not edge or not text.startswith(edge):
+                raise Unspliceable(Fallback.CONTEXT_DIFFERS)
+        for reason, wanted in parts.items():
+            if not says(text, wanted):
+                raise Unspliceable(reason)
+        if not covers(text, _kept(ask, await _spoken(engine, sampled))):
+            # a parser or a stop string took something away, or it is reasoning that the answer repeats
+            raise Unspliceable(Fallback.ANSWER_DROPPED)
         answer.proven.append(written.ids.copy())
 
 
