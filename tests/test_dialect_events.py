@@ -21,6 +21,7 @@ STOP = Refusal(400, "budget_calls", "the rollout has ended")
 
 def ask(dialect: Dialect, **body: Any) -> Turn:
     minimal: dict[str, dict[str, Any]] = {
+        "chat": {"model": "m", "messages": [{"role": "user", "content": "hi"}]},
         "responses": {"model": "m", "input": "hi"},
         "messages": {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]},
         "gemini": {"contents": [{"role": "user", "parts": [{"text": "hi"}]}]},
@@ -279,7 +280,7 @@ def _strings(data: Any) -> list[str]:
 
 def test_line_breaks_of_unicode_do_not_cut_an_event() -> None:
     text = "a\u2028b\u2029c\u0085d\r\ne"
-    for dialect in (RESPONSES, MESSAGES, GEMINI_STREAM, COMPLETIONS):
+    for dialect in (CHAT, RESPONSES, MESSAGES, GEMINI_STREAM, COMPLETIONS):
         stream = dialect.events(ask(dialect), completion(text))
         lines = stream.decode().splitlines()
         assert all(line.startswith(("data: ", "event: ")) for line in lines if line)

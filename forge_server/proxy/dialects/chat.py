@@ -26,6 +26,7 @@ from forge_server.proxy.dialects.reading import (
     choices,
     unsupported,
 )
+from forge_server.proxy.dialects.writing import sse
 
 
 class _StreamOptions(msgspec.Struct):
@@ -256,7 +257,7 @@ def _chunk(
     }
     if usage is not None:
         body["usage"] = usage
-    return b"data: " + _encode(body) + b"\n\n"
+    return sse(body)
 
 
 def events(turn: Turn, completion: Completion) -> bytes:
