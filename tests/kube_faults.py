@@ -197,7 +197,7 @@ async def image_slow(cluster: Cluster, folder: Path) -> str:
     with socket.create_server((cluster.machine, 0)) as registry:
         image = f"{cluster.machine}:{registry.getsockname()[1]}/slow:1"
         values = {"pull_policy": "IfNotPresent"}
-        async with server(cluster, folder, image=image, values=values, startup_s=45.0) as kube:
+        async with server(cluster, folder, image=image, values=values, startup_s=25.0) as kube:
             await kube.it.group(n=1, max_attempts=1)
             found = await told(kube, 1)
             expect(found, {"startup_timeout": 1})
@@ -403,7 +403,7 @@ async def server_killed(cluster: Cluster, folder: Path, n: int = 6, up: int = 3,
 
 async def api_away(cluster: Cluster, folder: Path) -> str:
     """The API server is dead for 60 s, longer than an attempt may take to start."""
-    async with server(cluster, folder, in_flight=4, startup_s=45.0) as kube:
+    async with server(cluster, folder, in_flight=4, startup_s=25.0) as kube:
         work = kube.it.model = Work(nap_s=4.0)
         await kube.it.group(n=8, max_attempts=1)
         await running(kube, 4)
@@ -423,7 +423,7 @@ async def api_away(cluster: Cluster, folder: Path) -> str:
 
 async def api_frozen(cluster: Cluster, folder: Path) -> str:
     """SIGSTOP for 60 s: connections stay open, nothing is answered."""
-    async with server(cluster, folder, in_flight=4, startup_s=45.0) as kube:
+    async with server(cluster, folder, in_flight=4, startup_s=25.0) as kube:
         work = kube.it.model = Work(nap_s=4.0)
         await kube.it.group(n=8, max_attempts=1)
         await running(kube, 4)
@@ -440,7 +440,7 @@ async def api_frozen(cluster: Cluster, folder: Path) -> str:
 
 async def etcd_killed(cluster: Cluster, folder: Path) -> str:
     """Killed and started again after 20 s: the API server answers, but knows nothing."""
-    async with server(cluster, folder, in_flight=4, startup_s=45.0) as kube:
+    async with server(cluster, folder, in_flight=4, startup_s=25.0) as kube:
         work = kube.it.model = Work(nap_s=4.0)
         await kube.it.group(n=8, max_attempts=1)
         await running(kube, 4)
