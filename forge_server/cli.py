@@ -79,7 +79,9 @@ def tui(url: str | None, key: str | None, light: bool) -> None:
 @cli.command()
 @click.option("--folder", default="forge-demo", show_default=True, type=click.Path())
 @click.option("--seed", default=1, show_default=True)
-@click.option("--versions", type=int, help="Policy versions to train (default: the recipe's).")
+@click.option(
+    "--versions", type=click.IntRange(1, 100_000), help="Policy versions to train (default: the recipe's)."
+)
 @click.option("--control", is_flag=True, help="The control experiment: learning rate 0.")
 def demo(folder: str, seed: int, versions: int | None, control: bool) -> None:
     """The whole loop on this machine: a tiny model learns to look before it answers."""

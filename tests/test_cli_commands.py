@@ -140,6 +140,8 @@ def test_every_list_has_json() -> None:
         ["task", "import", "nowhere", "--taskset", "a"],
         ["task", "import", "."],
         ["run", "create", "nowhere.toml"],
+        ["demo", "--versions", "0", "--folder", "/proc/none"],
+        ["demo", "--versions", "1000000000000", "--folder", "/proc/none"],
     ],
     ids=" ".join,
 )
@@ -202,6 +204,28 @@ def test_harnesses(forge: Forge, tmp_path: Path) -> None:
     forge("harness", "show", "reac").failed(1, "react")
     (tmp_path / "forge.toml").write_text('[harness]\npaths = ["nowhere"]\n')
     forge("harness", "list").failed(1, "nowhere", "[harness] paths")
+
+
+@pytest.mark.sandbox
+def test_validation_goes_on_after_a_task_that_cannot_be_run(forge: Forge, tmp_path: Path) -> None:
+    verify = {"answer_file": "answer.txt", "equals": "plum"}
+    given = [
+        {"name": name, "instruction": "Write plum.", "verify": verify, "workdir": workdir}
+        for name, workdir in (("a[/b]", "/usr/games/x"), ("b", "/usr/src/app"))
+    ]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in given))
+    done = forge("task", "validate", "tasks.jsonl", "--json")
+    assert done.code == 2 and "1 of 2 tasks were not found fit for use: a[/b]" in done.err, done.err
+    first, second = json.loads(done.out)
+    assert (first["name"], first["gold_reward"], second) == (
+        "a[/b]",
+        None,
+        {"name": "b", "gold_reward": 1.0, "idle_reward": 0.0, "faults": []},
+    )
+    (fault,) = first["faults"]
+    assert "/usr/games/x cannot be made in the local sandbox, where /usr is read-only" in fault
+    shown = forge("task", "validate", "tasks.jsonl").out.splitlines()
+    assert [line.split()[:2] for line in shown] == [["FAIL", "a[/b]"], ["ok", "b"]], shown
 
 
 def test_environments(forge: Forge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -53,24 +54,35 @@ class DemoFailed(ForgeError):
 
 
 class Folder:
-    """``root`` and the files in it. Raises Conflict when the folder is in use already."""
+    """``root`` and the files in it, of which there is none yet. Raises Conflict when the folder is in use already,
+    DemoFailed when it cannot be.
+    """
 
     def __init__(self, root: Path) -> None:
-        self.root = root.resolve()
-        if self.root.exists() and any(self.root.iterdir()):
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            used = any(root.iterdir())
+            with tempfile.TemporaryFile(dir=root):  # before minutes are spent on what is to be written there
+                pass
+        except OSError as error:
+            raise DemoFailed(
+                f"the folder cannot be made or written ({error.strerror})",
+                where=str(root),
+                mend="choose another with --folder",
+            ) from None
+        if used:
             raise Conflict(
                 "the folder is not empty",
                 where=str(root),
                 mend="remove it, or choose another with --folder",
             )
-        self.root.mkdir(parents=True, exist_ok=True)
+        self.root = root.resolve()
         self.data = self.root / "forge-data"
         self.settings = self.root / "forge.toml"
         self.untrained = self.root / "untrained"
         self.traces = self.root / "traces.parquet"
         self.warm = self.root / "warm"
         self.logs = self.root / "logs"
-        self.logs.mkdir()
         self._staged = self.root / "staged"
 
     def write_settings(self, recipe: Recipe) -> None:
@@ -90,6 +102,10 @@ class Folder:
             lines += [f"[run.{name}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]
         with self.settings.open("a") as file:
             file.write("\n".join(lines) + "\n")
+
+    def _log(self, name: str) -> Path:
+        self.logs.mkdir(exist_ok=True)
+        return self.logs / f"{name}.log"
 
     # --- programs of other environments -----------------------------------------------------------------
 
@@ -117,7 +133,7 @@ class Folder:
         """Run to the end; its output, which also goes to ``logs/NAME.log``. ``line`` sees each line as it
         comes. Raises DemoFailed with the last lines.
         """
-        log = self.logs / f"{name}.log"
+        log = self._log(name)
         output = []
         with (
             log.open("w") as errors,
@@ -150,7 +166,7 @@ class Folder:
         """A program that runs for the length of the block. Yields a check that raises DemoFailed once it
         has ended.
         """
-        log = self.logs / f"{name}.log"
+        log = self._log(name)
         with log.open("a") as output:
             process = subprocess.Popen(
                 command, cwd=self.root, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=output
