@@ -253,6 +253,7 @@ WRONG_LINES: dict[str, tuple[dict[str, Any], str]] = {
     "absolute": ({"files": {"/etc/x": "y"}}, "leads elsewhere"),
     "outside answer": ({"verify": {"answer_file": "../a", "equals": "b"}}, "leads elsewhere"),
     "bad base64": ({"files": {"x": {"base64": "?"}}}, "not base64"),
+    "base64 not in ASCII": ({"files": {"x": {"base64": "YWJj\u00e9"}}}, "not base64"),
     "no content": ({"files": {"x": {}}}, "text or base64"),
     "bad limit": ({"verify_s": 0}, "verify_s is 0"),
     "endless": ({"agent_s": float("inf")}, "agent_s is inf"),
@@ -262,6 +263,36 @@ WRONG_LINES: dict[str, tuple[dict[str, Any], str]] = {
     "low minimum": ({"min_reward": -1e300}, "min_reward is -1e"),
     "relative workdir": ({"workdir": "app"}, "workdir"),
     "too large": ({"files": {"x": "a" * (33 << 20)}}, "33 MiB"),
+    "no workdir": ({"workdir": "/a\0b"}, "is no path"),
+    "long workdir": ({"workdir": "/" + "a" * 256}, "is too long"),
+    **{
+        f"workdir {work}": ({"workdir": work}, "is ours or the system's; name a folder of its own")
+        for work in (
+            "/",
+            "//",
+            "/tests",
+            "/tests/x",
+            "/logs/verifier",
+            "/forge",
+            "/forge-attempt/home",
+            "/proc/x",
+        )
+        + ("/sys", "/dev/x", "/usr", "/lib", "/workspace/..", "/x/../tests")
+    },
+    "file and folder": (
+        {"files": {"a": "x", "a/b": "y"}},
+        "of its files 'a' is a file and the folder of another",
+    ),
+    "one file twice": ({"files": {"a": "x", "./a": "y"}}, "of its files two are 'a'"),
+    "test and folder": (
+        {"verify": {"files": {"test.sh": "", "test.sh/x": ""}}},
+        "of its tests 'test.sh' is a file",
+    ),
+    "long name": ({"files": {"ä" * 128: "x"}}, "of its files .* is too long"),
+    "long path": (
+        {"verify": {"files": {"test.sh": "", "a/" * 1024 + "b": ""}}},
+        "of its tests .* is too long",
+    ),
 }
 
 
@@ -270,6 +301,14 @@ def test_a_wrong_line_is_told_what_is_wrong(mistake: str) -> None:
     changes, what = WRONG_LINES[mistake]
     with pytest.raises(TaskError, match=what):
         one(**changes)
+
+
+@pytest.mark.parametrize(
+    ("stated", "workdir"), [("/app/", "/app"), ("//app", "/app"), ("/app/../srv/.", "/srv"), ("/a b", "/a b")]
+)
+def test_a_work_folder_is_taken_as_images_take_it(stated: str, workdir: str) -> None:
+    """Else links within ``/app/`` would not be seen to stay in it."""
+    assert one(workdir=stated).input.workdir == workdir
 
 
 def test_two_tasks_of_one_name_are_an_error() -> None:

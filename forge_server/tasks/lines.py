@@ -12,7 +12,6 @@ errors.
 """
 
 import base64
-import binascii
 import shlex
 from collections.abc import Iterable
 from pathlib import PurePosixPath
@@ -173,7 +172,7 @@ def _content(value: str | _Content, where: str) -> bytes:
     assert value.base64 is not None
     try:
         return base64.b64decode(value.base64, validate=True)
-    except binascii.Error as error:
+    except ValueError as error:  # no binascii.Error when a letter is not ASCII
         raise TaskError(f"not base64 ({error})", where=where, mend="encode the file again") from None
 
 
