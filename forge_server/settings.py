@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 import msgspec
 
 from forge_server.domain.errors import ConfigError
-from forge_server.domain.run import RunSettings
+from forge_server.domain.run import RunSettings, check_sizes
 
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=10**9)]
@@ -287,7 +287,7 @@ def parse_runs(tables: list[dict[str, Any]], where: str) -> tuple[RunSettings, .
         runs = msgspec.convert({"run": tables}, Settings).run
     except msgspec.ValidationError as error:
         raise _explain(str(error), where, {}) from None
-    _check_names(runs, where)
+    _check_runs(runs, where)
     return runs
 
 
@@ -428,7 +428,7 @@ def _check(settings: Settings, where: str) -> None:
             f"[telemetry] otlp_endpoint is {url!r}", where=where, mend='write "http://HOST:4318"'
         )
     _check_cluster(settings, where)
-    _check_names(settings.run, where)
+    _check_runs(settings.run, where)
 
 
 _WITHIN = ("", "0.0.0.0", "::", "localhost")
@@ -467,7 +467,12 @@ def _check_cluster(settings: Settings, where: str) -> None:
         )
 
 
-def _check_names(runs: tuple[RunSettings, ...], where: str) -> None:
+def _check_runs(runs: tuple[RunSettings, ...], where: str) -> None:
+    for index, run in enumerate(runs):
+        try:
+            check_sizes(run)
+        except ValueError as error:
+            raise ConfigError(f"run[{index}]: {error}", where=where, mend="mend the value") from None
     names = [run.name for run in runs]
     for name in names:
         if names.count(name) > 1:

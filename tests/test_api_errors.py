@@ -136,6 +136,18 @@ async def test_wrong_bodies(api: Rig, path: str, body: bytes, told: str) -> None
     assert "Validation failed" not in found.detail  # ours, not the framework's
 
 
+async def test_a_task_with_a_file_that_is_none(api: Rig) -> None:
+    task = {
+        "name": "a",
+        "instruction": "x",
+        "verify": {"script": "true"},
+        "files": {"x": {"base64": "YWJjé"}},
+    }
+    body = {"taskset": "wrong", "tasks": [task]}
+    found = await api.refused(400, "bad-task", "POST", "/api/v1/tasks", json=body)
+    assert "not base64" in found.detail
+
+
 async def test_a_large_body_is_refused(api: Rig) -> None:
     body = b'{"taskset": "' + b"x" * (65 << 20) + b'"}'
     await api.refused(413, "too-large", "POST", "/api/v1/tasks", content=body)
@@ -300,6 +312,7 @@ async def test_run_settings_that_are_wrong(api: Rig) -> None:
         ({"nn": 3}, "did you mean 'n'?"),
         ({"kind": "practice"}, "one of: train, eval, record"),
         ({"n": 0}, "n must be at least 1"),
+        ({"n": 10**12}, "groups * (n + oversample) must be at most 1,000,000"),
         ({"name": "a/b"}, "name"),
         ({"name": ""}, "name"),
         ({"policy": "other"}, "policy"),

@@ -2,12 +2,14 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from forge_server.commands.setup import TEMPLATE
 from forge_server.domain.errors import ConfigError
+from forge_server.domain.run import RunSettings, first_change
 from forge_server.settings import Settings, find_file, load, run_tables
 
 RUN = '[[run]]\nname = "a"\ntaskset = "t"\nharness = "react"\n'
@@ -107,6 +109,14 @@ def test_the_template_sets_nothing_and_holds_when_uncommented(tmp_path: Path) ->
         (RUN + "nn = 4", "unknown key 'nn' in [run]", "did you mean 'n'?"),
         (RUN + "[run.eval]\nevry = 1", "unknown key 'evry' in [run.eval]", "did you mean 'every'?"),
         (RUN + "n = 1", "run[0]: n must be at least 2", ""),
+        (RUN + "n = 1000000000000", "run[0]: groups * (n + oversample) must be at most 1,000,000, not 8", ""),
+        (RUN + "groups = 125001", "groups * (n + oversample)", "mend the value"),
+        (RUN + "oversample = 125000", "groups * (n + oversample)", ""),
+        (RUN + 'kind = "eval"\nn = 1000001', "run[0]: n must be at most 1,000,000, not 1,000,001", ""),
+        (RUN + 'mode = "async"\nsteps = 20000\nmax_staleness = 20000', "(max_staleness + 1) * groups", ""),
+        (RUN + "steps = 2147483648", "run[0]: steps must be at most 2,147,483,647", ""),
+        (RUN + "max_attempts = 2147483648", "run[0]: max_attempts must be at most", ""),
+        (RUN + "[run.eval]\nk = 1000001", "run[0]: eval.k must be at most 1,000,000", ""),
         (RUN + 'kind = "test"', "run[0].kind: invalid enum", "train, eval, record"),
         (RUN + RUN, "two [[run]] tables are named 'a'", "rename"),
         (RUN.replace('"a"', '"a/b"'), "name 'a/b'", ""),
@@ -209,6 +219,16 @@ def test_any_bytes_are_settings_or_a_mistake(tmp_path_factory: pytest.TempPathFa
 
 
 # --- finding it, and files of runs
+
+
+def test_the_largest_run_is_a_run_and_one_stored_before_there_was_a_limit_is_read(tmp_path: Path) -> None:
+    largest = "groups = 1000\nn = 990\noversample = 10\nsteps = 2147483647\n[run.eval]\nk = 1000000\n"
+    (run,) = load(write(tmp_path, RUN + largest), {}).run
+    assert run.steps == 2**31 - 1
+    (run,) = load(write(tmp_path, RUN + 'mode = "async"\nmax_staleness = 1000000000000\n'), {}).run
+    stored = msgspec.to_builtins(run) | {"n": 10**12, "steps": 10**12}
+    assert msgspec.convert(stored, RunSettings, strict=False).n == 10**12
+    assert first_change(stored, run) == "n"
 
 
 def test_which_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,9 @@ Forwarding = Literal["auto", "record", "splice"]
 EXTERNAL = "external"
 """The run, and its harness, that rollouts join which a harness registers itself: nothing is drawn for it."""
 
+_MOST_AT_ONCE = 1_000_000  # rollouts, which are built in memory before the first of them is written
+_MOST_COUNTED = 2**31 - 1  # what an INTEGER column takes
+
 _NAME = re.compile(r"\w[\w.:@+ -]{0,127}")
 """It stands in URLs."""
 
@@ -164,6 +167,28 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 def _at_least(key: str, value: float, least: float) -> None:
     if value < least:
         raise ValueError(f"{key} must be at least {least:g}, not {value:g}")
+
+
+def check_sizes(given: RunSettings) -> None:
+    """Raises ValueError, which names the keys, when the run is larger than can be.
+
+    For settings that a person gives: those of a run that was stored before there was a limit are still read.
+    """
+    key, at_once = "n", given.n
+    if given.kind != "eval":
+        key, at_once = "groups * (n + oversample)", given.groups * (given.n + given.oversample)
+    if given.kind == "train" and given.mode == "async":
+        key, at_once = f"(max_staleness + 1) * {key}", min(given.max_staleness + 1, given.steps) * at_once
+    bounds = [
+        (key, at_once, _MOST_AT_ONCE),
+        ("steps", given.steps, _MOST_COUNTED),
+        ("max_attempts", given.max_attempts, _MOST_COUNTED),
+    ]
+    if given.eval is not None:
+        bounds.append(("eval.k", given.eval.k, _MOST_AT_ONCE))
+    for key, value, most in bounds:
+        if value > most:
+            raise ValueError(f"{key} must be at most {most:,}, not {value:,}")
 
 
 def first_change(stored: dict[str, Any], given: RunSettings) -> str | None:
