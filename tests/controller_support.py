@@ -257,7 +257,7 @@ class QuickLink(Link):
     """Gives up on a server that is away after seconds, so that no thread outlives its test."""
 
     def _call(self, *args: Any, patience_s: float, **more: Any) -> Any:
-        return super()._call(*args, patience_s=min(patience_s, 1.0), **more)
+        return super()._call(*args, patience_s=min(patience_s, 3.0), **more)
 
 
 class FakeTrainer:

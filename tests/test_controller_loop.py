@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 from controller_support import FakeWeights, eventually, settings, world, write_checkpoint
 
 from forge_server.domain.engine import EngineUnavailable
@@ -276,6 +277,44 @@ async def test_async_draws_no_more_than_a_step_may_while_the_trainer_works(
         assert await drawn() <= 4 + 2  # what was in flight when the fourth ended
         await asyncio.to_thread(trainer.link.report_metrics, 1, {"loss": 0.1})
         assert (await w.reached(run_id, "paused")).reason.startswith("no_signal")
+
+
+async def test_async_draws_nothing_that_will_be_too_old(database_url: str, tmp_path: Path) -> None:
+    """A batch is trained, and what is live has not learnt from it: what is drawn now must do for the next one."""
+    async with world(database_url, tmp_path) as w:
+        await w.tasks()
+        first: dict[str, None] = {}
+        go_on = asyncio.Event()
+
+        async def before(attempt_id: str, seq: int) -> None:
+            """Two groups come in; the others take long."""
+            of = sa.select(t.rollouts.c.group_id).join(t.attempts, t.attempts.c.rollout_id == t.rollouts.c.id)
+            query = of.where(t.attempts.c.id == attempt_id)
+            group_id = await w.store.read(lambda c: c.execute(query).scalar_one())
+            if len(first) < 2:
+                first[group_id] = None
+            if group_id not in first:
+                await go_on.wait()
+
+        w.attempts.before = before
+        run_id = await w.runs.create(settings(mode="async", steps=4, export_every=2, max_staleness=1))
+        trainer = w.trainer(run_id)
+        session = await trainer.open()
+        assert await trainer.batch(1)
+        await asyncio.to_thread(trainer.link.report_metrics, 1, {"loss": 0.1})
+        for _ in range(20):
+            w.bells.ring(run_id)
+            await asyncio.sleep(0.05)
+        assert len(await w.rows(t.groups)) == 4  # those of batch 1, and two more
+        go_on.set()
+        for k in (2, 3, 4):
+            assert await trainer.batch(k)
+            if k % 2:
+                await asyncio.to_thread(trainer.link.report_metrics, k, {"loss": 0.1})
+            else:
+                await trainer.report(k, *write_checkpoint(Path(session.checkpoint_dir), run_id, k))
+        await w.reached(run_id, "completed")
+        assert not await w.rows(t.groups, t.groups.c.dropped == "stale")
 
 
 async def test_async_exports_less_often_than_it_trains(database_url: str, tmp_path: Path) -> None:

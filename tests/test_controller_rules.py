@@ -213,6 +213,12 @@ def test_a_trainer_resumes_before_what_was_rejected() -> None:
     ]
     assert [policy.resume_step(versions, "ru", n) for n in range(5)] == [0, 1, 2, 2, 2]
     assert policy.acknowledged_step(versions, "ru") == 2
+    versions.append(
+        _version(5, PolicyState.REJECTED, 2)
+    )  # a replay that came out otherwise: its state is on the disk
+    assert [policy.resume_step(versions, "ru", n) for n in range(5)] == [0, 1, 1, 1, 1]
+    versions.append(_version(6, PolicyState.EXPORTED, 2))
+    assert [policy.resume_step(versions, "ru", n) for n in range(5)] == [0, 1, 2, 2, 2]
 
 
 def test_what_follows_a_rejected_checkpoint_is_as_bad() -> None:

@@ -1,8 +1,9 @@
 """``async`` mode: generation goes on while the trainer works; complete groups carry over to later
 batches.
 
-Staleness is bounded where groups are admitted: those in flight, ready and at the trainer are never more
-than ``(max_staleness + 1)`` batches. What is too old all the same is dropped, and counted by length.
+Staleness is bounded where groups are admitted: those in flight and ready, and the batches that the live weights have
+not learnt from, are never more than ``(max_staleness + 1)`` batches. What is too old all the same is dropped, and
+counted by length.
 """
 
 from collections.abc import Sequence
@@ -44,7 +45,10 @@ async def generate(workshop: Workshop, run: Run, versions: Sequence[Version], li
     if exhausted:
         return False  # a smaller batch or a pause follows when the trainer is through with the one before
     good = len(groups) - len(selection.dropped)  # ready or still in flight
-    bound = (settings.max_staleness + 1 - at_trainer) * settings.groups
+    age = run.step - next((run.step_of(version) for version in versions if version.version == live), 0)
+    bound = (
+        settings.max_staleness + 1 - age
+    ) * settings.groups  # what is drawn now is sampled by what is live
     wanted = min(bound, (settings.steps - run.step) * settings.groups) - good
     if wanted > 0:
         await cohorts.draw(run.id, settings, "train", run.step + 1, 0, wanted, live)

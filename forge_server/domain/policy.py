@@ -97,11 +97,12 @@ def resume_step(versions: Sequence[Version], run_id: str, at_most: int) -> int:
     """The newest step, ``at_most`` that, from which the run's trainer may go on. 0: the weights the run started from.
 
     What follows a rejected checkpoint, with none after it that was not, was made of rejected weights: also a step
-    without a checkpoint of its own.
+    without a checkpoint of its own. Of the checkpoints of one step, the last replay is the one the trainer has.
     """
-    own = [(v.step, v.state) for v in versions if v.run_id == run_id and v.step is not None]
-    sound = max((step for step, state in own if state is not PolicyState.REJECTED), default=0)
-    return min([at_most, *(step - 1 for step, _ in own if step > sound)])
+    ours = sorted((v for v in versions if v.run_id == run_id), key=lambda v: v.version)
+    own = {v.step: v.state for v in ours if v.step is not None}
+    sound = max((step for step, state in own.items() if state is not PolicyState.REJECTED), default=0)
+    return min([at_most, *(step - 1 for step in own if step > sound)])
 
 
 def usable(versions: Sequence[Version], run_id: str, base: int | None, step: int) -> frozenset[int]:
