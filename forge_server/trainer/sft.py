@@ -29,6 +29,7 @@ FORCED = (
     "data.custom_cls",
     "data.max_length",
     "data.train_batch_size",
+    "data.train_max_samples",
     "data.pad_mode",
     "optim.lr",
     "checkpoint",

@@ -3,9 +3,10 @@
     recompute logprobs -> token-level importance correction -> advantages -> clipped update
 
 Every rank reads the whole batch and computes the same corrections and advantages; only forward and backward
-passes are split over ranks, as ``layout`` says. Padding rows carry no loss and enter no statistic. Given the
-same weights, optimiser state, batch and seed, a step is the same bit for bit (I8): the random state is set
-anew for each step.
+passes are split over ranks, as ``layout`` says. Padding rows carry no loss, and count in nothing but veRL's
+``ppo_kl`` and clip fractions, which are means over micro-batches: one of padding alone counts there as 0. Given the
+same weights, optimiser state, batch and seed, a step is the same bit for bit (I8): the random state is set anew for
+each step.
 """
 
 import random
