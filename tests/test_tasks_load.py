@@ -241,6 +241,18 @@ def test_lines_of_a_file_are_numbered_in_errors(tmp_path: Path) -> None:
         load.load(file)
 
 
+RESERVED = (
+    "/",
+    "//",
+    "/tests",
+    "/tests/x",
+    "/logs/verifier",
+    "/forge",
+    "/forge-attempt/home",
+    "/proc/x",
+    "/sys",
+)
+RESERVED += ("/dev/x", "/usr", "/lib", "/workspace/..", "/x/../tests")
 WRONG_LINES: dict[str, tuple[dict[str, Any], str]] = {
     "unknown key": ({"verfy": 1}, "verfy"),
     "no verifier": ({"verify": ...}, "verify"),
@@ -267,17 +279,7 @@ WRONG_LINES: dict[str, tuple[dict[str, Any], str]] = {
     "long workdir": ({"workdir": "/" + "a" * 256}, "is too long"),
     **{
         f"workdir {work}": ({"workdir": work}, "is ours or the system's; name a folder of its own")
-        for work in (
-            "/",
-            "//",
-            "/tests",
-            "/tests/x",
-            "/logs/verifier",
-            "/forge",
-            "/forge-attempt/home",
-            "/proc/x",
-        )
-        + ("/sys", "/dev/x", "/usr", "/lib", "/workspace/..", "/x/../tests")
+        for work in RESERVED
     },
     "file and folder": (
         {"files": {"a": "x", "a/b": "y"}},

@@ -48,11 +48,16 @@ def make_folders(box: Box) -> None:
     _plain(box.path("hosts"), "127.0.0.1 localhost forge\n")
 
 
+def reserved(work: str) -> bool:
+    """Whether a folder at the absolute path ``work`` would hold, or lie in, what is ours or the system's."""
+    inside = work.rstrip("/") + "/"
+    within = any(inside.startswith(f"{place}/") for place in _OURS)
+    return within or any(f"{place}/".startswith(inside) for place in (*_OURS, *SYSTEM))
+
+
 def refuse_system(work: str) -> None:
     """Raise ValueError for a work folder in a pod that would give the agent what is ours or the system's."""
-    real = os.path.realpath(work).rstrip("/") + "/"
-    within = any(real.startswith(f"{place}/") for place in _OURS)
-    if within or any(f"{place}/".startswith(real) for place in (*_OURS, *SYSTEM)):
+    if reserved(os.path.realpath(work)):
         raise ValueError(
             f"the work folder {work} holds more than the task: give the task a folder of its own, such as /workspace"
         )

@@ -7,6 +7,7 @@ can move a reward, so equal digests mean the same task wherever it came from.
 import base64
 import hashlib
 import io
+import os
 import tarfile
 from typing import Any
 
@@ -14,11 +15,13 @@ import msgspec
 
 from forge_server.domain.errors import TaskError
 from forge_server.harness.plan import WORKDIR, TaskFile, TaskInput
+from forge_server.runner.place import reserved
 
 TEST = "test.sh"
 SOLVE = "solve.sh"
 MAX_BYTES = 32 << 20
 """Files of a task, all together: they travel with every attempt."""
+LONGEST_NAME, LONGEST_PATH = 255, 2048  # bytes; a file system takes twice that, with the folder around it
 LARGEST = 1e9
 """Of a task's numbers: seconds, MiB, rewards. TOML has numbers that are none, and ones that nothing holds."""
 
@@ -66,7 +69,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
         return TaskInput(
             instruction=self.instruction,
             files=self.files,
-            workdir=self.workdir,
+            workdir=os.path.normpath("/" + self.workdir.lstrip("/")),  # as images have it: /app for /app/
             agent_s=self.agent_s,
             verify_s=self.verify_s,
             memory_mb=self.memory_mb,
@@ -122,6 +125,9 @@ def check(task: Task, where: str) -> Task:
         )
     if task.gold and not any(file.path == SOLVE for file in task.gold):
         raise TaskError(f"its solution has no {SOLVE}", where=where, mend="add it, or remove the solution")
+    _check_workdir(task, where)
+    for kind in ("files", "tests", "gold"):
+        _check_paths(kind, [file.path for file in getattr(task, kind)], where)
     size = sum(len(file.content) for file in (*task.files, *task.tests, *task.gold))
     if size > MAX_BYTES:
         raise TaskError(
@@ -130,6 +136,47 @@ def check(task: Task, where: str) -> Task:
             mend="fetch what is large from inside the attempt, or bake it into the image",
         )
     return task
+
+
+def _check_workdir(task: Task, where: str) -> None:
+    work = task.input.workdir
+    if "\0" in work or _too_long(work) or reserved(work):
+        what = (
+            "is no path" if "\0" in work else "is too long" if _too_long(work) else "is ours or the system's"
+        )
+        raise TaskError(
+            f"its work folder {_shown(work)} {what}",
+            where=where,
+            mend="name a folder of its own, such as /workspace: in workdir, which goes before WORKDIR of a Dockerfile",
+        )
+
+
+def _check_paths(kind: str, paths: list[str], where: str) -> None:
+    """All of them can lie in one folder."""
+    known = set(paths)
+    if len(known) < len(paths):
+        twice = next(path for path in paths if paths.count(path) > 1)
+        raise TaskError(f"of its {kind} two are {_shown(twice)}", where=where, mend="leave one out")
+    for path in paths:
+        if _too_long(path):
+            raise TaskError(
+                f"of its {kind} {_shown(path)} is too long",
+                where=where,
+                mend=f"give a path of {LONGEST_PATH} bytes at most, each name in it {LONGEST_NAME}",
+            )
+        parts = path.split("/")
+        for n in range(1, len(parts)):
+            if (folder := "/".join(parts[:n])) in known:
+                what = f"of its {kind} {_shown(folder)} is a file and the folder of another"
+                raise TaskError(what, where=where, mend="rename one")
+
+
+def _too_long(path: str) -> bool:
+    return len(path.encode()) > LONGEST_PATH or any(len(p.encode()) > LONGEST_NAME for p in path.split("/"))
+
+
+def _shown(path: str) -> str:
+    return repr(path if len(path) <= 80 else path[:80] + "…")
 
 
 def _listing(files: tuple[TaskFile, ...]) -> list[list[Any]]:
