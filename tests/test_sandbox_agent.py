@@ -125,12 +125,37 @@ def test_the_system_is_read_only_and_the_rest_private(lab):
     for place in /tests /logs /root/.ssh {lab.folder} /sys/fs/cgroup; do
         [ -e $place ] && echo "SEES $place"
     done
-    touch /workspace/a /home/agent/a /tmp/a /dev/shm/a /var/tmp/a && echo private places are writable
+    touch /workspace/a $HOME/a /tmp/a /dev/shm/a /var/tmp/a && echo private places are writable
     mount -t tmpfs none /mnt 2>/dev/null && echo MOUNTED
     """
     log = attack(lab, script).log("harness")
     assert "private places are writable" in log
     assert "WROTE" not in log and "SEES" not in log and "MOUNTED" not in log, log
+
+
+@pytest.mark.parametrize(
+    "workdir",
+    [
+        "/home/agent",
+        "/home/agent/app",
+        "/home",
+        "/usr/src/app",
+        "/usr/src",
+        "/usr/local/src/a",
+        "/app",
+        "/tmp",
+    ],
+)
+def test_the_work_folder_is_where_the_task_wants_it(lab, workdir):
+    """And is one for the agent and the verifier, beside the harness's own home."""
+    script = "pwd; cat ~/own; ln -s word.txt link; cp word.txt answer.txt"
+    given = plan(["bash", "-c", script], workdir=workdir, task_files=[task_file("word.txt", "plum")])
+    given["files"] = [{"path": "own", "content": "{home} {workdir}", "mode": 0o644}]
+    verifier = f"[ $PWD = {workdir} ] && [ -L link ] && [ ! -e ~/own ] && " + COMPARE
+    with FakePod(given, [], verifier_tar(verifier, expected="plum")) as pod:
+        lab.run(pod)
+    assert reward(pod) == [1.0], pod.of("finish")
+    assert pod.log("harness").split() == [workdir, "/forge-attempt/home", workdir]
 
 
 def test_the_agent_can_read_the_system_files(lab):

@@ -74,6 +74,18 @@ async def test_a_task_is_validated_in_the_sandbox(tmp_path):
     assert (found.gold_reward, found.idle_reward, found.faults) == (1.0, 0.0, ())
 
 
+@pytest.mark.parametrize("workdir", ["/usr/games/x", "/lib/x", "/etc/ssl"])
+async def test_a_work_folder_that_the_sandbox_cannot_have_is_the_tasks_fault(tmp_path, workdir):
+    """No runner is started for it, and none again."""
+    async with rig(tmp_path, specs={"script": script_spec("exit 0")}, tasks=Tasks(workdir=workdir)) as it:
+        await it.group(harness="script")
+        (ended,) = await it.ended()
+        assert (ended.data["outcome"], ended.data["kind"]) == ("task_failure", "bad_spec")
+        (attempt,) = await it.attempts()
+        assert attempt["handle"] is None and await it.log("runner") == ""
+        assert workdir in str(attempt["evidence"]) and "/workspace" in str(attempt["evidence"]), attempt
+
+
 async def test_a_harness_that_exits_at_once_is_ours_to_mend(tmp_path):
     """No call was made: nothing of the policy's is in it."""
     assert await outcome(tmp_path, "exit 3") == ("infra_failure", "harness_no_call", None)

@@ -12,7 +12,7 @@ from forge_server.client.http import ForgeClient
 from forge_server.client.schemas import TaskCreate
 from forge_server.commands import show as out
 from forge_server.commands.source import reading
-from forge_server.domain.errors import TaskError
+from forge_server.domain.errors import SandboxError, TaskError
 from forge_server.domain.ids import new_id
 from forge_server.harness.plan import PlanLimits
 from forge_server.scheduler.backend import Gone
@@ -54,7 +54,7 @@ def validate(path: str, config: str | None, as_json: bool) -> None:
         print(msgspec.json.encode(found).decode())
     bad = [v.name for v in found if v.faults]
     if bad:
-        raise TaskError(f"{len(bad)} of {len(found)} tasks are not fit for use: {', '.join(bad[:10])}")
+        raise TaskError(f"{len(bad)} of {len(found)} tasks were not found fit for use: {', '.join(bad[:10])}")
 
 
 async def _validate(tasks: list[Task], settings: config_tree.Settings, as_json: bool) -> list[Validation]:
@@ -83,13 +83,16 @@ async def _validate(tasks: list[Task], settings: config_tree.Settings, as_json: 
         trials = LocalTrials(backend, limits)
         try:
             for task in tasks:
-                result = await validate_task(task, trials)
+                try:
+                    result = await validate_task(task, trials)
+                except (TaskError, SandboxError) as error:  # the others may well be fit
+                    faults = (error.what,)
+                    result = Validation(name=task.name, gold_reward=None, idle_reward=None, faults=faults)
                 found.append(result)
                 if not as_json:
                     mark = "[red]FAIL[/]" if result.faults else "[green]ok[/]  "
-                    out.console.print(
-                        f"{mark} {result.name} {out.text('; '.join(result.faults))}", soft_wrap=True
-                    )
+                    line = f"{mark} {out.text(result.name)} {out.text('; '.join(result.faults))}"
+                    out.console.print(line, soft_wrap=True)
         finally:
             await backend.close(settings.scheduler.grace_s)
     return found

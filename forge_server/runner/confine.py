@@ -30,12 +30,14 @@ if TYPE_CHECKING:
 LEVELS = ("none", "user", "pod", "namespaces")
 RELAY_PORT = 41000
 SCRATCH_BYTES = 1 << 30  # of /tmp, which is memory
-HOME = "/home/agent"
+HOME = "/forge-attempt/home"  # as in pods; no task's work folder may be there or above it
 FORGE = "/forge"
 _HUNTER = 65521  # a user id that no process has: what it is, it may signal
 _POD_CGROUPS = ("/sys/fs/cgroup/memory", "/sys/fs/cgroup")  # a container's own, version 1 and 2
 _SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _ETC = ("alternatives", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "mime.types", "ssl")
+_ETC_OWN = ("passwd", "group", "hosts")
+_SOURCES = ("/usr/src", "/usr/local/src")  # of the system's folders those that nothing runs from
 
 
 class Box:
@@ -270,13 +272,16 @@ def bwrap_argv(box: Box, binds: list[tuple[str, str, bool]], *, info: int) -> li
     for name in _ETC:
         if os.path.exists(f"/etc/{name}"):
             argv += ["--ro-bind", f"/etc/{name}", f"/etc/{name}"]
-    for name in ("passwd", "group", "hosts"):
+    for name in _ETC_OWN:
         argv += ["--ro-bind", box.path(name), f"/etc/{name}"]
     argv += ["--proc", "/proc", "--dev", "/dev"]
     for place in ("/tmp", "/dev/shm"):
         argv += ["--size", str(SCRATCH_BYTES), "--perms", "1777", "--tmpfs", place]
     argv += ["--perms", "1777", "--dir", "/var/tmp", "--dir", "/run"]
-    shown = [(path, path, False) for path in box.read_only if not path.startswith("/usr/")]
+    for place in _SOURCES:
+        if any(_within(inside, place) for _, inside, _ in binds):
+            argv += ["--size", str(SCRATCH_BYTES), "--perms", "0755", "--tmpfs", place]
+    shown = [(path, path, False) for path in box.read_only if not _within(path, "/usr")]
     shown += [(box.forge, FORGE, False), *binds]
     made = {"/", "/tmp", "/var", "/run", "/etc"}
     for source, place, writable in shown:
@@ -292,6 +297,25 @@ def bwrap_argv(box: Box, binds: list[tuple[str, str, bool]], *, info: int) -> li
     else:
         argv += ["--unshare-user", "--uid", "1000", "--gid", "1000"]
     return [*argv, "--"]
+
+
+def in_the_way(work: str, read_only: list[str]) -> str:
+    """The read-only folder for whose sake bubblewrap cannot have the work folder at ``work``; empty: it can.
+
+    Below such a folder no other can be made; above it, the work folder would hide it.
+    """
+    own = (f"/etc/{name}" for name in (*_ETC, *_ETC_OWN))
+    source = next(
+        (s for s in _SOURCES if _within(work, s) and os.path.isdir(s) and not os.path.islink(s)), ""
+    )
+    for place in (*read_only, FORGE, *own, *_SYSTEM, "/usr"):
+        if _within(place, source) if source else _within(work, place) or _within(place, work):
+            return place
+    return ""
+
+
+def _within(path: str, place: str) -> bool:
+    return f"{path}/".startswith(f"{place}/")
 
 
 def _parents(path: str) -> list[str]:

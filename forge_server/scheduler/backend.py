@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from forge_server.domain.events import Fact
+from forge_server.harness.plan import WORKDIR
 
 PLENTY = 1 << 30
 """More attempts than anybody wants."""
@@ -18,7 +19,7 @@ PLENTY = 1 << 30
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """One attempt to be launched. ``memory_mb`` and ``pids`` are its limits; it needs ``lifetime_s`` at most.
 
-    ``image``: of its task; empty: the backend's default.
+    ``workdir``: where its work folder is to be. ``image``: of its task; empty: the backend's default.
     """
 
     attempt_id: str
@@ -29,6 +30,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     memory_mb: int
     pids: int
     lifetime_s: float
+    workdir: str = WORKDIR
     image: str = ""
 
 

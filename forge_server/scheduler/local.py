@@ -26,7 +26,7 @@ from forge_server.domain.events import Fact
 from forge_server.domain.ids import new_id
 from forge_server.harness.plan import Plan
 from forge_server.runner import disk
-from forge_server.runner.confine import kill_user
+from forge_server.runner.confine import in_the_way, kill_user
 from forge_server.runner.main import DISMISSED
 from forge_server.runner.pack import pack
 from forge_server.runner.place import remove_tree
@@ -145,7 +145,7 @@ class LocalBackend:
         except ForgeError as error:
             raise LaunchFailed(Fact.LAUNCH_FAILED, {"error": str(error)}) from None
         about = {"url": self._options.pod_url, "token": launch.join_token}
-        runner = self._start(launch.attempt_id, home, launch.memory_mb, launch.pids, about)
+        runner = self._start(launch.attempt_id, home, launch.workdir, launch.memory_mb, launch.pids, about)
         started = leftovers.started_at(runner.process.pid)
         return {"pid": runner.process.pid, "started": started, "uid": runner.uid}
 
@@ -167,7 +167,7 @@ class LocalBackend:
         attempt_id, limits = new_id("at"), plan.limits
         order = {"plan": msgspec.to_builtins(plan), "verifier": base64.b64encode(verifier).decode()}
         about = {"url": self._options.pod_url, "token": "", "trial": order}
-        runner = self._start(attempt_id, None, limits.memory_mb, limits.pids, about)
+        runner = self._start(attempt_id, None, plan.workdir, limits.memory_mb, limits.pids, about)
         runner.trial = asyncio.get_running_loop().create_future()
         try:
             return await runner.trial
@@ -176,19 +176,36 @@ class LocalBackend:
             raise
 
     def _start(
-        self, attempt_id: str, home: Path | None, memory_mb: int, pids: int, about: dict[str, Any]
+        self,
+        attempt_id: str,
+        home: Path | None,
+        workdir: str,
+        memory_mb: int,
+        pids: int,
+        about: dict[str, Any],
     ) -> _Runner:
+        sandbox = self.sandbox
+        assert sandbox is not None, "not started"
+        show = sorted({sandbox.prefix, *_folders_of(home), *self._options.show})
+        if sandbox.level == "namespaces" and (place := in_the_way(workdir, show)):
+            error = (
+                f"the work folder {workdir} cannot be made in the local sandbox, where {place} is read-only: "
+                "give the task another workdir, such as /workspace, or use the kubernetes backend"
+            )
+            raise LaunchFailed(Fact.BAD_SPEC, {"error": error})
         uid = -1
         try:
             uid = self._users.take() if self._users else -1
             cgroups = self._cgroups.make(attempt_id, memory_mb, pids)
-            return self._spawn(attempt_id, uid, home, {**about, "cgroups": cgroups})
+            return self._spawn(attempt_id, uid, home, show, {**about, "cgroups": cgroups})
         except OSError as error:
             self._give_back(uid)
             self._cgroups.remove(attempt_id)
             raise LaunchFailed(Fact.LAUNCH_FAILED, {"error": str(error)}) from None
 
-    def _spawn(self, attempt_id: str, uid: int, home: Path | None, about: dict[str, Any]) -> _Runner:
+    def _spawn(
+        self, attempt_id: str, uid: int, home: Path | None, show: list[str], about: dict[str, Any]
+    ) -> _Runner:
         sandbox = self.sandbox
         assert sandbox is not None, "not started"
         folder = self.attempts / attempt_id
@@ -201,7 +218,7 @@ class LocalBackend:
             "bwrap": sandbox.bwrap,
             "forge": str(self.forge),
             "env": str(home) if home else "",
-            "read_only": sorted({sandbox.prefix, *_folders_of(home), *self._options.show}),
+            "read_only": show,
             "root": str(folder),
             "disk_mb": self._options.disk_mb,
             "tidy": True,

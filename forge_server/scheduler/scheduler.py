@@ -370,6 +370,7 @@ class Scheduler:
             memory_mb=plan.limits.memory_mb,
             pids=plan.limits.pids,
             lifetime_s=self._options.startup_s + plan.agent_s + plan.verify_s + plan.grace_s + BACKSTOP_S,
+            workdir=plan.workdir,
             image=plan.image,
         )
 

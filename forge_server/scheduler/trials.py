@@ -5,7 +5,8 @@ import json
 
 import msgspec
 
-from forge_server.domain.errors import SandboxError
+from forge_server.domain.errors import SandboxError, TaskError
+from forge_server.domain.events import Fact
 from forge_server.harness.plan import PlanLimits, build_plan
 from forge_server.harness.spec import Spec
 from forge_server.runner.control import TRIAL_MARK
@@ -24,7 +25,7 @@ class LocalTrials:
     async def run(self, task: Task, script: str) -> Trial:
         """One attempt: the task's files, ``script`` by bash in the work folder, then the verifier.
 
-        Raises SandboxError when it cannot be run at all.
+        Raises TaskError when the task cannot be run here, SandboxError when nothing can or the runner stumbled.
         """
         spec = Spec(name="trial", summary="", api="chat", argv=("bash", "-s"), stdin="{instruction}")
         given = msgspec.structs.replace(task.input, instruction=script)
@@ -32,6 +33,8 @@ class LocalTrials:
         try:
             printed = await self._backend.trial(plan, task.verifier_tar)
         except LaunchFailed as error:
+            if error.fact is Fact.BAD_SPEC:
+                raise TaskError(error.evidence["error"], where=task.name) from None
             raise SandboxError(f"a trial could not be run ({error})", where=task.name) from None
         for line in reversed(printed.splitlines()):
             if line.startswith(TRIAL_MARK):
