@@ -94,7 +94,7 @@ async def test_what_anothers_weights_sampled_is_not_trained(
     """A run is set aside for an older one in the middle of its cohort, and what is in flight goes on."""
     async with world(database_url, tmp_path) as w:
         await w.tasks()
-        older = await w.runs.create(settings(name="older", steps=1))
+        older = await w.runs.create(settings(name="older", steps=2))
         await eventually(lambda: w.launcher.launched)
         await w.runs.pause(older, "by a person")
         let = slowly(w, lambda row, before: row.run_id != older and before in (1, 3))
@@ -102,10 +102,13 @@ async def test_what_anothers_weights_sampled_is_not_trained(
         await eventually(lambda: ended(w, younger, 2))
         await w.runs.resume(older)
         assert (await w.reached(younger, "paused")).reason == "policy_busy"
-        training = asyncio.create_task(w.trainer(older).run())
+        trainer = w.trainer(older)
+        session = await trainer.open()
+        assert await step(trainer, session, older, 1) == 1
         await eventually(lambda: w.policies.current == 1)
         let.set()  # the slow ones ask version 1
-        await training
+        await eventually(lambda: ended(w, younger, 0))
+        await step(trainer, session, older, 2)
         await w.reached(older, "completed")
         c = t.batches.c
         await eventually(lambda: w.rows(t.batches, c.run_id == younger))
