@@ -95,7 +95,7 @@ class NoPlans:
                 memory_mb, pids = 100, 10
 
             agent_s = verify_s = grace_s = 10.0
-            image = ""
+            workdir, image = "/workspace", ""
 
         return Plan
 
