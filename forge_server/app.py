@@ -50,7 +50,7 @@ from forge_server.controller.local_trainer import LocalLauncher
 from forge_server.controller.loop import Controller
 from forge_server.controller.policies import Policies
 from forge_server.controller.rounds import Rounds
-from forge_server.controller.runs import Runs
+from forge_server.controller.runs import Runs, going_runs
 from forge_server.controller.steering import Steering
 from forge_server.controller.steps import Steps
 from forge_server.controller.swap import Swapper
@@ -673,6 +673,7 @@ class Server:
         if self.traces is not None:
             self._keep("traces", self.traces.run())
         self.scheduler.suspend(True)
+        await self._pause_unknown()
         await self.scheduler.start()
         await self.controller.start()
         for run in self.settings.run:
@@ -683,6 +684,16 @@ class Server:
         self.ticks.every(10.0, "reconcile", self.scheduler.reconcile)
         self.ticks.every(3600.0, "retention", self._retention)
         self.ticks.start()
+
+    async def _pause_unknown(self) -> None:
+        """Runs of an earlier start whose harness is not here any more: every launch of theirs would fail."""
+        without_image = imageless(self.settings, self.specs)
+        for run in await self.store.read(going_runs):
+            try:
+                check_harnesses(run.settings, self.specs, without_image)
+            except SpecError as error:
+                log.error("the run pauses", run=run.id, reason=str(error))
+                await self.runs.pause(run.id, str(error))
 
     async def stop(self, *, keep_engine: bool = False) -> None:
         """Launch nothing more, end what must not outlive us, write what is queued."""

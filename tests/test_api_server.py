@@ -5,9 +5,10 @@ import os
 import socket
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
-from api_rig import attached, eventually, on, rig, run_table, settings
+from api_rig import Rig, attached, eventually, line, on, rig, run_table, settings
 from engine_fake import FakeEngine
 
 from forge_server.app import running, serve
@@ -17,7 +18,7 @@ from forge_server.proxy.hold import Gate
 from forge_server.runner import disk
 from forge_server.services.data_folder import DataFolder, holder
 from forge_server.services.engine_watch import EngineWatch
-from forge_server.settings import EngineSettings, LocalSettings, ServerSettings, parse_runs
+from forge_server.settings import EngineSettings, HarnessSettings, LocalSettings, ServerSettings, parse_runs
 
 
 async def refused(folder: Path, kind: type[ForgeError], **sections: object) -> str:
@@ -124,6 +125,43 @@ async def test_a_changed_run_is_refused_before_another_is_created(tmp_path: Path
     assert "old" in told and "'seed'" in told
     async with rig(tmp_path) as api:
         assert [run["name"] for run in await api.items("/api/v1/runs")] == ["old"]
+
+
+async def test_a_run_whose_harness_is_not_there_any_more_is_paused(tmp_path: Path, database_url: str) -> None:
+    """Also one whose mixture a person set since; a run that has ended, or has its harness, is left alone."""
+    for name in ("mine", "other"):
+        (tmp_path / "harnesses" / name).mkdir(parents=True)
+        text = f"name: {name}\nsummary: s\napi: chat\nargv: ['true']\n"
+        (tmp_path / "harnesses" / name / "spec.yaml").write_text(text)
+    all_of_it = on(database_url) | {"harness": HarnessSettings(paths=("harnesses",))}
+
+    async def states(api: Rig) -> dict[str, str]:
+        return {run["name"]: run["state"] for run in await api.items("/api/v1/runs")}
+
+    async with rig(tmp_path, **all_of_it) as api:
+        body: dict[str, Any] = {"taskset": "set", "tasks": [line("a")]}
+        assert (await api.http.post("/api/v1/tasks", json=body)).status_code == 201
+        await api.create_run("kept")
+        await api.create_run("lost", harness="mine")
+        await api.create_run("over", harness="mine")
+        await api.create_run("mixed")
+        for name, change in (("over", {"action": "cancel"}), ("mixed", {"harnesses": {"other": 1}})):
+            assert (await api.http.patch(f"/api/v1/runs/{name}", json=change)).status_code == 200
+    for _ in range(2):
+        async with rig(tmp_path, **on(database_url)) as api:
+            paused = {"kept": "active", "lost": "paused", "over": "cancelled", "mixed": "paused"}
+            assert await states(api) == paused
+            run = (await api.http.get("/api/v1/runs/lost")).json()
+            assert "there is no harness 'mine'" in run["reason"]
+            body = {"action": "resume"}
+            await api.refused(400, "bad-spec", "PATCH", "/api/v1/runs/lost", json=body)
+            await api.refused(409, "conflict", "PATCH", "/api/v1/runs/over", json=body)
+            assert await states(api) == paused
+    async with rig(tmp_path, **on(database_url)) as api:
+        found = await api.http.patch("/api/v1/runs/mixed", json={"harnesses": {"react": 1}, **body})
+        assert found.status_code == 200 and found.json()["state"] == "active"
+    async with rig(tmp_path, **all_of_it) as api:
+        assert (await api.http.patch("/api/v1/runs/lost", json=body)).json()["state"] == "active"
 
 
 # --- life and death

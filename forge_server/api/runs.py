@@ -10,6 +10,7 @@ from forge_server.api import views
 from forge_server.api.idempotent import Idempotency, IdempotencyKey
 from forge_server.api.paging import Cursor, Limit, Since, decode_cursor
 from forge_server.client import schemas as s
+from forge_server.controller.runs import read_run
 from forge_server.domain.errors import InvalidRequest, SpecError
 from forge_server.domain.run import EXTERNAL, RunSettings
 from forge_server.settings import parse_runs
@@ -95,6 +96,9 @@ def run_routes(
         if data.action == "pause":
             await runs.pause(found, "paused by a person")
         elif data.action == "resume":
+            row = await store.read(lambda c: read_run(c, found))
+            if row is not None and not row.over:
+                check_harnesses(row.settings, harnesses, imageless)
             await runs.resume(found)
         elif data.action == "cancel":
             await runs.cancel(found)
