@@ -82,8 +82,9 @@ async def test_tasks_by_lines_and_by_path(tmp_path: Path) -> None:
             assert answer.status_code == status, answer.text
             return dict(answer.json())
 
-        assert await add(tasks=[line("a"), line("b")]) == {"created": 2, "unchanged": 0}
-        assert await add(tasks=[line("a")], path=str(file)) == {"created": 1, "unchanged": 1}
+        assert await add(tasks=[line("a"), line("b")]) == {"created": 2, "unchanged": 0, "renewed": 0}
+        again = await add(tasks=[line("a")], path=str(file))
+        assert again == {"created": 1, "unchanged": 1, "renewed": 0}
         found = await api.items("/api/v1/tasks", taskset="s")
         assert sorted(task["name"] for task in found) == ["a", "b", "c"]
         assert await api.items("/api/v1/tasks", taskset="other") == []
@@ -126,7 +127,7 @@ async def test_an_idempotency_key_is_one_act(tmp_path: Path, database_url: str) 
         answer = await api.http.post(
             "/api/v1/tasks", json={"taskset": "s", "tasks": [line("a")]}, headers=headers
         )
-        assert answer.json() == {"created": 1, "unchanged": 0}
+        assert answer.json() == {"created": 1, "unchanged": 0, "renewed": 0}
 
         # what was refused may be tried again under the same key
         assert (await post("later", run="late")).status_code == 404

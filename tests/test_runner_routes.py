@@ -14,7 +14,7 @@ from forge_server import assets
 from forge_server.api.pod import pod_routes
 from forge_server.api.problem import HANDLERS
 from forge_server.domain import events as e
-from forge_server.domain.errors import TaskError
+from forge_server.domain.errors import TaskError, TaskUnreadable
 from forge_server.domain.outcome import Kind
 from forge_server.harness.load import load_all
 from forge_server.scheduler.plans import PlanOptions, Plans
@@ -181,13 +181,26 @@ async def test_what_is_not_understood_is_refused(tmp_path):
         assert (await say(it, "events", {"events": [{"kind": "party"}]})).status_code == 400
 
 
-async def test_a_task_that_is_gone_fails_the_task(tmp_path):
+async def test_a_task_that_is_gone_for_now_is_no_fault_of_it(tmp_path):
     class NoTasks(Tasks):
         async def input(self, task_id):
-            raise TaskError("its folder is gone", where=task_id)
+            raise TaskUnreadable("its folder is gone", where=task_id)
 
     async with attempt(tmp_path, NoTasks()) as it:
         got = await start(it)
         assert got.status_code == 409 and "folder is gone" in got.json()["detail"]
+        (ended,) = it.of("attempt_ended")
+        assert (ended.data["outcome"], ended.data["kind"]) == ("infra_failure", "runner_lost")
+        assert not it.of("rollout_ended") and not it.of("task_failed")
+
+
+async def test_a_task_that_has_changed_fails(tmp_path):
+    class NoTasks(Tasks):
+        async def input(self, task_id):
+            raise TaskError("it has changed", where=task_id)
+
+    async with attempt(tmp_path, NoTasks()) as it:
+        got = await start(it)
+        assert got.status_code == 409 and "has changed" in got.json()["detail"]
         (ended,) = await it.ended()
         assert (ended.data["outcome"], ended.data["kind"]) == ("task_failure", "bad_spec")

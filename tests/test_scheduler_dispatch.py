@@ -6,12 +6,13 @@ import threading
 from collections import Counter
 from typing import Any
 
+import pytest
 import sqlalchemy as sa
 from api_rig import eventually
 from scheduler_rig import Rig, rig
 
 from forge_server.domain import events as e
-from forge_server.domain.errors import ClusterError, TaskError
+from forge_server.domain.errors import ClusterError, SpecError, TaskError, TaskUnreadable
 from forge_server.domain.events import Fact
 from forge_server.domain.ids import new_id
 from forge_server.scheduler import queue
@@ -256,11 +257,31 @@ async def test_failed_launches_trip_the_breaker(tmp_path):
 
 async def test_a_plan_that_cannot_be_made_fails_the_task(tmp_path):
     async with dispatching(tmp_path) as it:
-        it.no_plans.error = TaskError("its folder is gone", where="task")
+        it.no_plans.error = TaskError("it has changed since it was registered", where="task")
         await it.group(n=1)
         (ended,) = await it.ended()
         assert (ended.data["outcome"], ended.data["kind"]) == ("task_failure", "bad_spec")
         assert it.fake.launched == []
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        SpecError("there is no harness 'mine'", mend="known: react"),
+        TaskUnreadable("its folder is gone or empty", where="/tasks/a", mend="put it back"),
+    ],
+    ids=lambda error: error.type,
+)
+async def test_what_is_away_pauses_the_run_and_fails_no_task(tmp_path, error):
+    async with dispatching(tmp_path, in_flight=4) as it:
+        it.no_plans.error = error
+        await it.group(n=30, max_attempts=1)  # the first four count as one
+        (paused,) = await it.until(lambda: it.of("run_paused"))
+        assert paused.data["reason"].startswith("breaker: ")
+        assert paused.data["reason"].endswith(f"runner_lost: {error}")
+        assert {row.data["outcome"] for row in it.of("attempt_ended")} == {"infra_failure"}
+        state = await it.store.read(lambda c: c.execute(sa.select(t.tasks.c.state)).scalar_one())
+        assert state == "ready" and not it.of("task_failed")
 
 
 async def test_a_row_without_process_is_believed_gone(tmp_path):

@@ -1,15 +1,19 @@
 """Registration: idempotent by digest, all or nothing, on both databases. Validation: gold, then nothing."""
 
 import asyncio
+import errno
 import itertools
+import os
+import shutil
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 import sqlalchemy as sa
 from test_tasks_load import folder, line  # noqa: F401
 
 from forge_server.client.schemas import TaskCreate
-from forge_server.domain.errors import TaskError
+from forge_server.domain.errors import TaskError, TaskUnreadable
 from forge_server.services.task_import import TaskImport
 from forge_server.store import tables as t
 from forge_server.store.database import Store
@@ -91,6 +95,84 @@ async def test_changed_content_under_the_same_name_is_an_error_and_adds_nothing(
         assert count == 1
     finally:
         store.close()
+
+
+async def test_registering_again_finds_what_moved_and_gives_what_failed_another_chance(
+    folder: Path,  # noqa: F811
+    database_url: str,
+) -> None:
+    store = Store.open(database_url, create=True)
+    try:
+        there = load.load(folder)
+        await add(store, [*there, *load.from_lines([line(), line(name="other")])])
+        await add(store, there, taskset="other")
+        failed = {"state": "failed", "reason": "bad_spec, seen in rollout ro-1"}
+        which = t.tasks.c.name.in_(["hello", "copy-7"])
+        await store.write(lambda c: c.execute(sa.update(t.tasks).where(which).values(failed)))
+
+        async def rows(taskset: str = "set") -> dict[str, Any]:
+            query = sa.select(t.tasks).where(t.tasks.c.taskset == taskset)
+            return {row["name"]: row for row in await store.read(lambda c: c.execute(query).mappings().all())}
+
+        before = await rows()
+        moved = folder.parent / "elsewhere" / folder.name
+        shutil.move(folder, moved)
+        with pytest.raises(TaskUnreadable, match="import the task from where it is now"):
+            load.from_row(before["hello"])
+        again = [*load.load(moved), *load.from_lines([line(), line(name="other")])]
+        wrong = load.from_lines([line(name="other", instruction="Something else.")])
+        with pytest.raises(TaskError, match="other content"):
+            await add(store, [*again[:2], *wrong])
+        assert await rows() == before
+        assert await add(store, again) == Registered(created=0, unchanged=3, renewed=2)
+        after = await rows()
+        assert {(row["state"], row["reason"]) for row in after.values()} == {("ready", "")}
+        assert {name: row["id"] for name, row in after.items()} == {
+            name: row["id"] for name, row in before.items()
+        }
+        for row in after.values():
+            assert load.from_row(row).digest == row["digest"]
+        assert (await rows("other"))["hello"]["state"] == "failed"
+        assert await add(store, again) == Registered(created=0, unchanged=3, renewed=0)
+        assert await rows() == after
+    finally:
+        store.close()
+
+
+@pytest.mark.parametrize("broken", ["gone", "empty", "listing", "reading", "looking"])
+def test_files_that_cannot_be_read_now_are_no_fault_of_the_task(
+    folder: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    broken: str,
+) -> None:
+    (task,) = load.load(folder)
+    row = {"name": task.name, "path": task.path, "definition": task.definition, "digest": task.digest}
+
+    def fail(path: Any, *args: Any, **options: Any) -> NoReturn:
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    with monkeypatch.context() as patch:
+        if broken in ("gone", "empty"):
+            shutil.move(folder, folder.parent / "away")
+            if broken == "empty":  # as where a disk is mounted
+                folder.mkdir()
+        elif broken == "listing":
+            patch.setattr(os, "scandir", fail)
+        elif broken == "reading":
+            patch.setattr(Path, "read_bytes", fail)
+        else:
+            patch.setattr(Path, "is_file", fail)
+        told = "gone or empty" if broken in ("gone", "empty") else "Permission denied"
+        with pytest.raises(TaskUnreadable, match=told):
+            load.from_row(row)
+    if broken in ("gone", "empty"):
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.move(folder.parent / "away", folder)
+    assert load.from_row(row).digest == task.digest
+    (folder / "tests" / "test.sh").unlink()
+    with pytest.raises(TaskError) as changed:
+        load.from_row(row)
+    assert not isinstance(changed.value, TaskUnreadable)
 
 
 class FakeTrials:

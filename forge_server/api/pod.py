@@ -22,6 +22,7 @@ from forge_server.domain.events import Applied, Event, Refusal
 from forge_server.domain.outcome import Kind
 from forge_server.harness.plan import Plan
 from forge_server.lifecycle.heartbeats import Instruction
+from forge_server.scheduler.plans import fact_of
 from forge_server.store import keys
 from forge_server.store import tables as t
 from forge_server.store.database import Store
@@ -137,9 +138,7 @@ def pod_routes(
         except (SpecError, TaskError) as error:
             evidence = {"error": str(error)}
             await lifecycle.apply(
-                e.BackendFact(
-                    attempt_id=attempt_id, fact=e.Fact.BAD_SPEC, evidence=evidence, independent=True
-                )
+                e.BackendFact(attempt_id=attempt_id, fact=fact_of(error), evidence=evidence, independent=True)
             )
             raise Conflict(f"the attempt cannot be run: {error}", where=attempt_id) from None
         return Started(

@@ -92,8 +92,11 @@ class TaskCreate(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TasksCreated(msgspec.Struct):
+    """``renewed``: those of the ``unchanged`` that lie elsewhere now, or had failed and are used again."""
+
     created: int
     unchanged: int
+    renewed: int = 0
 
 
 class TaskView(msgspec.Struct):

@@ -73,6 +73,10 @@ class TaskError(ForgeError):
     type, status, exit_code = "bad-task", 400, 2
 
 
+class TaskUnreadable(TaskError):
+    """The files of a registered task are not there, or cannot be read, at the moment: that is no fault of the task."""
+
+
 class StoreError(ForgeError):
     """The database cannot be used (missing, locked, read-only, full, wrong revision)."""
 

@@ -69,7 +69,7 @@ def end_attempt(
         _pend(change, rollout, "retry", change.now)
     else:
         _settle(change, attempt, rollout, verdict, reward)
-    _breaker(change, attempt, rollout, verdict)
+    _breaker(change, attempt, rollout, verdict, (details or {}).get("error", ""))
 
 
 def end_rollout(
@@ -214,7 +214,7 @@ def _set_streak(change: Change, run_id: str, streak: int, since: float | None) -
     change.connection.execute(sa.update(t.runs).where(t.runs.c.id == run_id).values(values))
 
 
-def _breaker(change: Change, attempt: AttemptRow, rollout: RolloutRow, verdict: Verdict) -> None:
+def _breaker(change: Change, attempt: AttemptRow, rollout: RolloutRow, verdict: Verdict, error: str) -> None:
     """Infra failures in a row pause the run: whatever is broken would eat every rollout's attempts. Attempts that
     were in flight already when the first of the row was seen do not count again: a node takes many with it, and only
     what is launched after that tells whether more is broken. A cluster that is full is not broken: others of the run
@@ -235,6 +235,8 @@ def _breaker(change: Change, attempt: AttemptRow, rollout: RolloutRow, verdict: 
     _set_streak(change, run.id, streak, change.now if run.infra_since is None else run.infra_since)
     if streak >= change.breaker_after and run.state is RunState.ACTIVE:
         reason = f"breaker: {streak} infra failures in a row, the last was {verdict.kind.value}"
+        if error:
+            reason += f": {error}"
         change.move_run(run, RunState.PAUSED, reason=reason)
         change.emit("run_paused", run_id=run.id, reason=reason)
 

@@ -7,7 +7,8 @@ from typing import Protocol
 import msgspec
 import sqlalchemy as sa
 
-from forge_server.domain.errors import SpecError, TaskError
+from forge_server.domain.errors import SpecError, TaskError, TaskUnreadable
+from forge_server.domain.events import Fact
 from forge_server.domain.run import RunSettings
 from forge_server.harness.plan import Plan, PlanLimits, TaskInput, build_plan
 from forge_server.harness.spec import Spec
@@ -16,6 +17,12 @@ from forge_server.store.database import Store
 
 KEPT = 256
 """Plans kept at hand: a runner asks for its plan when it joins, starts and verifies."""
+
+
+def fact_of(error: SpecError | TaskError) -> Fact:
+    """What it means for an attempt that its plan cannot be made. A harness that is not there, or files that are not
+    to be read at the moment, are no fault of the task."""
+    return Fact.LAUNCH_FAILED if isinstance(error, SpecError | TaskUnreadable) else Fact.BAD_SPEC
 
 
 class TaskFiles(Protocol):

@@ -26,6 +26,7 @@ from forge_server.domain.states import AttemptState
 from forge_server.harness.plan import Plan
 from forge_server.scheduler import queue
 from forge_server.scheduler.backend import Backend, Gone, Launch, LaunchFailed, Look
+from forge_server.scheduler.plans import fact_of
 from forge_server.store import keys
 from forge_server.store import tables as t
 from forge_server.store.database import Store
@@ -332,7 +333,7 @@ class Scheduler:
             )
             await self._lifecycle.apply(launched)
         except (SpecError, TaskError) as error:
-            await self._fail(attempt_id, e.Fact.BAD_SPEC, {"error": str(error)})
+            await self._fail(attempt_id, fact_of(error), {"error": str(error)})
         except LaunchFailed as error:
             await self._fail(attempt_id, error.fact, error.evidence)
         finally:

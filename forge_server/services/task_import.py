@@ -40,4 +40,4 @@ class TaskImport:
             )
 
         done = await self._store.write(write)
-        return TasksCreated(created=done.created, unchanged=done.unchanged)
+        return TasksCreated(created=done.created, unchanged=done.unchanged, renewed=done.renewed)

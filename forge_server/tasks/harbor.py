@@ -15,6 +15,7 @@ run or scored and that we cannot honour is an error. ``[metadata]`` may carry ou
 
 import os
 import re
+import stat
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def is_task(folder: Path) -> bool:
 
 
 def read_folder(folder: Path) -> Task:
-    """The task in ``folder``, named after it. Raises TaskError with the path and the mend."""
+    """The task in ``folder``, named after it. Raises TaskError with the path and the mend, and OSError."""
     _named(folder.resolve())
     where = str(folder)
     settings = _settings(folder / "task.toml")
@@ -185,25 +186,34 @@ def _named(file: Path) -> None:
 def _text(file: Path) -> str:
     try:
         return file.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TaskError(f"cannot be read ({error})", where=str(file), mend="make it readable UTF-8") from None
+    except UnicodeDecodeError as error:
+        raise TaskError(f"cannot be read ({error})", where=str(file), mend="make it UTF-8") from None
 
 
 def _files(root: Path) -> tuple[TaskFile, ...]:
     """Every file below ``root``, in order; empty when there is no such folder. Modes are 0755 or 0644."""
     found = []
-    for file in sorted(root.rglob("*")) if root.is_dir() else ():
+    for file in sorted(_below(root)) if root.is_dir() else ():
         relative = file.relative_to(root)
         if _JUNK.intersection(relative.parts) or file.suffix == ".pyc":
             continue
         _named(file)
-        if file.is_symlink():
+        mode = file.lstat().st_mode
+        if stat.S_ISLNK(mode):
             raise TaskError("it is a link", where=str(file), mend="put the file itself there")
-        if not file.is_file():
-            continue
-        try:
-            content, executable = file.read_bytes(), bool(file.stat().st_mode & 0o111)
-        except OSError as error:
-            raise TaskError(f"cannot be read ({error})", where=str(file), mend="make it readable") from None
-        found.append(TaskFile(path=relative.as_posix(), content=content, mode=0o755 if executable else 0o644))
+        if stat.S_ISREG(mode):
+            content = file.read_bytes()
+            found.append(
+                TaskFile(path=relative.as_posix(), content=content, mode=0o755 if mode & 0o111 else 0o644)
+            )
     return tuple(found)
+
+
+def _below(root: Path) -> list[Path]:
+    """All that is in ``root``. Raises OSError, where ``rglob`` takes a folder that cannot be read for an empty one."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    walk = os.walk(root, onerror=refuse)
+    return [Path(folder, name) for folder, folders, files in walk for name in (*folders, *files)]

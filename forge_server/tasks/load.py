@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from forge_server.domain.errors import TaskError
+from forge_server.domain.errors import TaskError, TaskUnreadable
 from forge_server.tasks import harbor, lines
 from forge_server.tasks.task import Task
 
@@ -48,15 +48,13 @@ def from_lines(given: list[dict[str, Any]], where: str = "tasks") -> list[Task]:
 def from_row(row: Mapping[str, Any]) -> Task:
     """The task of a row of ``tasks``, read again from where it lies.
 
-    Raises TaskError if its folder is gone, or is no longer what was registered: a run is over fixed tasks.
+    Raises TaskError if it is no longer what was registered, since a run is over fixed tasks; TaskUnreadable if
+    that cannot be told now, because its folder is gone (a whole disk may be) or cannot be read.
     """
     if row["path"] is None:
         task = lines.read_line(row["definition"], f"task {row['name']}")
     else:
-        folder = Path(row["path"])
-        if not folder.is_dir():
-            raise TaskError("its folder is gone", where=str(folder), mend="put it back")
-        task = harbor.read_folder(folder)
+        task = _again(Path(row["path"]))
     if task.digest != row["digest"]:
         raise TaskError(
             "it has changed since it was registered",
@@ -64,6 +62,23 @@ def from_row(row: Mapping[str, Any]) -> Task:
             mend="undo the change, or register it under another name",
         )
     return task
+
+
+def _again(folder: Path) -> Task:
+    try:
+        if harbor.is_task(folder):
+            return harbor.read_folder(folder)
+    except OSError as error:
+        raise TaskUnreadable(
+            f"it cannot be read ({error.strerror})",
+            where=str(error.filename or folder),
+            mend="make it readable",
+        ) from None
+    raise TaskUnreadable(
+        "its folder is gone or empty",
+        where=str(folder),
+        mend="put it back, or import the task from where it is now",
+    )
 
 
 def distinct(tasks: list[Task]) -> list[Task]:

@@ -1,7 +1,8 @@
 """Registers tasks in the store: idempotent by digest, all or nothing.
 
-A name in a task set stands for one content for good, since figures of runs over it are compared: the same
-content again changes nothing, other content under the same name is an error that names it.
+A name in a task set stands for one content for good, since figures of runs over it are compared: other content
+under the same name is an error that names it. The same content again changes nothing, but that the task is found
+where it lies now, and that one that failed is used again: whoever registers it again says that it can be.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,9 +18,15 @@ class StoredTask(Protocol):
     """What is registered under a name."""
 
     @property
+    def id(self) -> str: ...
+    @property
     def digest(self) -> str: ...
     @property
     def split(self) -> str: ...
+    @property
+    def path(self) -> str | None: ...
+    @property
+    def state(self) -> str: ...
 
 
 class TaskRows(Protocol):
@@ -31,10 +38,16 @@ class TaskRows(Protocol):
     def add(self, rows: Sequence[dict[str, Any]]) -> None:
         """Insert rows of ``tasks``."""
 
+    def change(self, changes: Mapping[str, dict[str, Any]]) -> None:
+        """Set columns of ``tasks``, the same ones in each, by id."""
+
 
 class Registered(msgspec.Struct, frozen=True):
+    """``renewed``: those of the ``unchanged`` that lie elsewhere now, or had failed and are used again."""
+
     created: int
     unchanged: int
+    renewed: int = 0
 
 
 def register(
@@ -48,7 +61,7 @@ def register(
 ) -> Registered:
     """Add ``tasks`` to ``taskset``; a task that names no split of its own goes into ``split``."""
     stored = rows.stored(taskset)
-    new = []
+    new, renewed = [], {}
     for task in tasks:
         wanted = task.split or split
         known = stored.get(task.name)
@@ -66,8 +79,20 @@ def register(
                 where=f"taskset {taskset}",
                 mend="a task stays in its split: register into another taskset",
             )
+        elif known.path != task.path or known.state != "ready":
+            renewed[known.id] = {**_place(task), "state": "ready", "reason": ""}
     rows.add(new)
-    return Registered(created=len(new), unchanged=len(tasks) - len(new))
+    rows.change(renewed)
+    return Registered(created=len(new), unchanged=len(tasks) - len(new), renewed=len(renewed))
+
+
+def _place(task: Task) -> dict[str, Any]:
+    """Where its content is read from again."""
+    return {
+        "path": task.path,
+        # by JSON, which has no dates and, unlike TOML, only finite numbers
+        "definition": msgspec.json.decode(msgspec.json.encode(task.definition)),
+    }
 
 
 def _row(task: Task, taskset: str, split: str, now: float, id: str) -> dict[str, Any]:
@@ -78,9 +103,7 @@ def _row(task: Task, taskset: str, split: str, now: float, id: str) -> dict[str,
         "split": split,
         "digest": task.digest,
         "instruction": task.instruction,
-        "path": task.path,
-        # by JSON, which has no dates and, unlike TOML, only finite numbers
-        "definition": msgspec.json.decode(msgspec.json.encode(task.definition)),
+        **_place(task),
         "min_reward": task.min_reward,
         "state": "ready",
         "reason": "",
