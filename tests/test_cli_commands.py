@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -14,6 +15,7 @@ import pytest
 import sqlalchemy as sa
 from api_rig import attached, line, rig, settings
 from engine_fake import FakeEngine
+from test_tasks_load import folder  # noqa: F401
 
 from forge_server import cli as program
 from forge_server.app import running
@@ -407,7 +409,7 @@ async def test_looking_without_a_server_shows_what_the_server_showed(
     (await asyncio.to_thread(forge, "rollout", "cancel", recorded)).failed(1, "no forge-server answers")
 
 
-async def test_acts_beside_a_server(forge: Forge, tmp_path: Path, recorded: str) -> None:
+async def test_acts_beside_a_server(forge: Forge, tmp_path: Path, recorded: str, folder: Path) -> None:  # noqa: F811
     async def run(*words: str) -> Done:
         return await asyncio.to_thread(forge, *words)
 
@@ -430,7 +432,11 @@ async def test_acts_beside_a_server(forge: Forge, tmp_path: Path, recorded: str)
     lines = tmp_path / "tasks.jsonl"
     lines.write_text(json.dumps(line("c")) + "\n")
     assert "1 registered" in (await run("task", "import", str(lines), "--taskset", "s")).fine()
-    assert "1 unchanged" in (await run("task", "import", str(lines), "--taskset", "s")).fine()
+    assert "1 unchanged\n" in (await run("task", "import", str(lines), "--taskset", "s")).fine()
+    assert "1 registered" in (await run("task", "import", str(folder), "--taskset", "s")).fine()
+    shutil.move(folder, tmp_path / "moved" / "hello")
+    told = (await run("task", "import", str(tmp_path / "moved" / "hello"), "--taskset", "s")).fine()
+    assert "1 unchanged, 1 of them elsewhere" in told
     lines.write_text(json.dumps(line("c", instruction="Other.")) + "\n")
     (await run("task", "import", str(lines), "--taskset", "s")).failed(2, "other content")
     lines.write_text("{}\n")

@@ -32,7 +32,8 @@ def import_(path: str, taskset: str, split: str, url: str | None, key: str | Non
     load.load(given)
     with ForgeClient(url, key, timeout_s=600.0) as client:
         done = client.create_tasks(TaskCreate(taskset=taskset, split=split, path=str(given)))
-        out.console.print(f"{done.created} registered, {done.unchanged} unchanged")
+        renewed = f", {done.renewed} of them elsewhere than before or failed" if done.renewed else ""
+        out.console.print(f"{done.created} registered, {done.unchanged} unchanged{renewed}")
 
 
 def listing(taskset: str | None, limit: int, url: str | None, key: str | None, as_json: bool) -> None:
