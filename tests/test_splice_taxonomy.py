@@ -12,6 +12,7 @@ from splice_world import TOOLS, Engine, World, call, think, tool, user
 
 from forge_server.domain.engine import Generated
 from forge_server.domain.states import Fallback
+from forge_server.proxy.splice_align import covers
 
 FLIGHT = call('{"city": "Paris"}')
 MADE_UP = "\n<tool_response>\nsunny, 31 degrees\n</tool_response>\nIt is sunny in Paris."
@@ -234,25 +235,37 @@ def test_without_kept_reasoning_each_question_begins_a_sample_and_its_tool_loop_
 class Stopping(Engine):
     """The API leaves out the stop string that the answer was cut off at; the sampled ids have it."""
 
-    STOP = "\nObservation:"
+    stop = ""
 
     def _generated(self, ids: list[int], finish: str) -> Generated:
-        return msgspec.structs.replace(super()._generated(ids, "stop"), stop_reason=self.STOP)
+        return msgspec.structs.replace(super()._generated(ids, "stop"), stop_reason=self.stop)
 
     async def message(self, found: Generated, *more: object, **options: object) -> dict[str, object]:
         text = qwen3().decode(found.completion_ids.tolist())
-        return parse_answer(text.partition(self.STOP)[0], tools=False)
+        return parse_answer(text.partition(self.stop)[0], tools=False)
 
 
-def test_what_a_stop_string_cut_off_does_not_come_back() -> None:
+@pytest.mark.parametrize("stop", ["\nObservation:", "\n```", "###"])
+def test_what_a_stop_string_cut_off_does_not_come_back(stop: str) -> None:
     """ReAct harnesses stop there and say it themselves."""
     world = World()
     world.engine = Stopping()
-    first = world.ask([user("List the files.")], f"Action: ls{Stopping.STOP}", cut=True)
+    world.engine.stop = stop
+    first = world.ask([user("List the files.")], f"Action: ls{stop}", cut=True)
     assert first.answer["content"] == "Action: ls"
     made = world.ask(
         [user("List the files."), first.answer, user("Observation: a.py")], "Action: end", cut=True
     )
-    assert made.fallback == Fallback.ANSWER_DROPPED and "Observation:<|im_end|>" not in qwen3().decode(
-        made.sent
-    )
+    assert made.fallback == Fallback.ANSWER_DROPPED and f"{stop}<|im_end|>" not in qwen3().decode(made.sent)
+
+
+@pytest.mark.parametrize(
+    ("text", "sampled"),
+    [
+        ("The answer.", "<think>\n\n</think>The answer."),
+        ("The answer.", "<seed:think></seed:think>The answer."),
+        ("The answer.", "[THINK][/THINK]The answer."),
+    ],
+)
+def test_the_tags_of_an_empty_think_block_are_no_words(text: str, sampled: str) -> None:
+    assert covers(text, sampled) and not covers(text, sampled.replace("The", "Then the"))

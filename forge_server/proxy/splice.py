@@ -22,7 +22,16 @@ from forge_server.domain.states import Delivery, Fallback
 from forge_server.domain.turn import Completion
 from forge_server.proxy.ports import CallPolicy, Engine
 from forge_server.proxy.recall import Said
-from forge_server.proxy.splice_align import Aligned, Place, Unspliceable, Written, align, covers, says
+from forge_server.proxy.splice_align import (
+    THINK_END,
+    Aligned,
+    Place,
+    Unspliceable,
+    Written,
+    align,
+    covers,
+    says,
+)
 from forge_server.proxy.splice_index import Answers, Asked, Prompt, Tip
 from forge_server.trajectory.forest import Forest, common_prefix
 
@@ -137,14 +146,15 @@ def remember(
     if result.prompt_ids is None or result.completion_ids is None or not result.completion_ids.size:
         return
     start = result.prompt_ids.size
-    closed = result.finish_reason != "length" and not isinstance(result.stop_reason, str)
+    stop = result.stop_reason if isinstance(result.stop_reason, str) else ""
+    closed = result.finish_reason != "length" and not stop
     place = Place(start, start + result.completion_ids.size, closed)
     if served is not None:
         before, prompt = served.before, served.prompt
     else:
         before, text = None, result.raw_prompt_ids or _text(result.prompt_ids)
         prompt = Prompt(result.prompt_ids, text, b",".join((text, _text(result.completion_ids))))
-    answers.add(asked, Tip(call_id, before, len(asked.keys), place, completion), prompt)
+    answers.add(asked, Tip(call_id, before, len(asked.keys), place, completion, stop), prompt)
 
 
 def recover(answers: Answers, model: str, said: Sequence[Said], forest: Forest, template: Template) -> None:
@@ -209,8 +219,8 @@ async def _permit(
         for reason, wanted in parts.items():
             if not says(text, wanted):
                 raise Unspliceable(reason)
-        if not covers(text, _kept(ask, await _spoken(engine, sampled))):
-            # a parser or a stop string took something away, or it is reasoning that the answer repeats
+        if not says(text, (answer.stop,)) or not covers(text, _kept(ask, await _spoken(engine, sampled))):
+            # a stop string or a parser took something away, or it is reasoning that the answer repeats
             raise Unspliceable(Fallback.ANSWER_DROPPED)
         answer.proven.append(written.ids.copy())
 
@@ -244,8 +254,8 @@ def _parts(answer: Tip, ask: Ask) -> dict[Fallback, tuple[str, ...]]:
 
 def _kept(ask: Ask, sampled: str) -> str:
     """What of a sampled text has to stand in the rendered prompt."""
-    _, thought, rest = sampled.partition(_THINK_END)
-    return rest if thought and ask.policy.keep_reasoning else sampled
+    end = THINK_END.search(sampled)
+    return sampled[end.end() :] if end and ask.policy.keep_reasoning else sampled
 
 
 async def _spoken(engine: Engine, ids: Ids) -> str:

@@ -20,7 +20,9 @@ from forge_server.trajectory.forest import common_prefix
 
 _ESCAPES = re.compile(r"(?:\\u[0-9a-fA-F]{4})+")
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
-_THINK_TAG = re.compile(r"</?think>")
+_THINK_TAG = re.compile(r"[<\[]/?(?:\w+:)?think[>\]]", re.IGNORECASE)
+THINK_END = re.compile(r"[<\[]/(?:\w+:)?think[>\]]", re.IGNORECASE)
+"""``</think>``, ``</seed:think>``, ``[/THINK]``."""
 
 
 class Unspliceable(Exception):

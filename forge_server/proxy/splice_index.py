@@ -35,8 +35,9 @@ class Asked(msgspec.Struct, frozen=True):
 
 class Tip:
     """A sampled answer, the end of a conversation. ``before``: the answer in whose place recorded tokens stand in
-    its prompt, which has those of all answers before. ``index``: which message of a request it is. ``proven``:
-    token sequences known to say all that was sampled, as templates have written it."""
+    its prompt, which has those of all answers before. ``index``: which message of a request it is. ``stop``: the stop
+    string that cut it off, which its tokens have and its text may not. ``proven``: token sequences known to say all
+    that was sampled, as templates have written it."""
 
     __slots__ = (
         "arguments",
@@ -49,12 +50,20 @@ class Tip:
         "place",
         "proven",
         "said",
+        "stop",
         "thought",
     )
 
     def __init__(
-        self, call_id: int, before: "Tip | None", index: int, place: Place, completion: Completion
+        self,
+        call_id: int,
+        before: "Tip | None",
+        index: int,
+        place: Place,
+        completion: Completion,
+        stop: str = "",
     ) -> None:
+        self.stop = stop
         self.call_id, self.before, self.index, self.place = call_id, before, index, place
         self.key = key_of(msgspec.json.encode(as_message(completion)))
         self.thought = completion.reasoning or ""
