@@ -116,8 +116,9 @@ class FakeLauncher:
         self.launched.append(job)
         return _Forever()
 
-    async def sweep(self, run_id: str) -> None:
+    async def sweep(self, run_id: str) -> bool:
         self.swept += 1
+        return True
 
 
 class _Forever:

@@ -142,10 +142,10 @@ async def test_a_trainer_that_a_killed_server_left_to_a_paused_run_is_ended(
     launcher, job = _launcher(tmp_path), msgspec.structs.replace(job, run_id=run_id)
     sweep, faults = launcher.sweep, [ConfigError("the Job cannot be deleted")]
 
-    async def shaky(run_id: str) -> None:
+    async def shaky(run_id: str) -> bool:
         if faults:
             raise faults.pop()
-        await sweep(run_id)
+        return await sweep(run_id)
 
     def ended() -> bool:
         w.bells.ring(run_id)

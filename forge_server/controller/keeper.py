@@ -72,15 +72,15 @@ class Keeper:
         """The trainer has done all its steps: when it leaves, no other is started."""
         self._let_go = True
 
-    async def stop(self, grace_s: float = 0.0) -> None:
-        """Stop keeping; the trainer may leave by itself within ``grace_s``, then it is ended."""
+    async def stop(self, grace_s: float = 0.0) -> bool:
+        """Stop keeping; the trainer may leave by itself within ``grace_s``, then it is ended. Whether it is."""
         self._task.cancel()
         await asyncio.wait({self._task})
         if self._trainer is not None and grace_s > 0:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(grace_s):
                     await self._trainer.wait()
-        await self._launcher.sweep(self._job.run_id)
+        return await self._launcher.sweep(self._job.run_id)
 
     async def _run(self, changed: Callable[[], None]) -> None:
         try:

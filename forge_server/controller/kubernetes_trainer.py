@@ -48,7 +48,7 @@ class Jobs(Protocol):
     async def evidence(self, name: str) -> tuple[str, str]:
         """What became of its pods, and their last lines."""
 
-    async def delete(self, name: str, secret: str) -> None: ...
+    async def delete(self, name: str, secret: str) -> bool: ...
 
 
 def name_of(run_id: str) -> str:
@@ -94,8 +94,8 @@ class KubernetesLauncher:
         await self._jobs.create(self._render(job, name))
         log.info("trainer started", run=job.run_id, job=name)
 
-    async def sweep(self, run_id: str) -> None:
-        await self._jobs.delete(name_of(run_id), name_of(run_id))
+    async def sweep(self, run_id: str) -> bool:
+        return await self._jobs.delete(name_of(run_id), name_of(run_id))
 
 
 class _JobTrainer:

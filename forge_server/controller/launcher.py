@@ -50,8 +50,8 @@ class Launcher(Protocol):
     async def launch(self, job: TrainerJob) -> Trainer:
         """Start the run's trainer, or take over the one that is still there. Raises ForgeError."""
 
-    async def sweep(self, run_id: str) -> None:
-        """End what is left of the run's trainers."""
+    async def sweep(self, run_id: str) -> bool:
+        """End what is left of the run's trainers; False when that has to be tried again."""
 
 
 def last_words(log_file: Path) -> str:
@@ -82,8 +82,8 @@ class AttachLauncher:
         log.warning("the run waits for its trainer: run this command in veRL's environment", file=str(path))
         return _Elsewhere()
 
-    async def sweep(self, run_id: str) -> None:
-        """Nothing of it is here."""
+    async def sweep(self, run_id: str) -> bool:
+        return True  # nothing of it is here
 
 
 class _Elsewhere:

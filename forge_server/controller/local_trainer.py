@@ -70,14 +70,15 @@ class LocalLauncher:
         await self.sweep(job.run_id)
         return await self._start(job)
 
-    async def sweep(self, run_id: str) -> None:
+    async def sweep(self, run_id: str) -> bool:
         mark = f"FORGE_TRAINER_RUN={run_id}"
         for _ in range(_ROUNDS):
             pids = await asyncio.to_thread(processes.with_environment, mark)
             if not pids:
-                return
+                return True
             log.info("ending what is left of the trainer", run=run_id, pids=pids)
             await processes.end_all(pids, self._grace_s)
+        return False
 
     async def _start(self, job: TrainerJob) -> Trainer:
         environment = await self._environment()

@@ -51,7 +51,7 @@ class Controller:
         rounds: Rounds,
         steps: Callable[[], Steps],
         keeper: Callable[[str, Callable[[], None]], Keeper],
-        sweep: Callable[[str], Awaitable[None]],
+        sweep: Callable[[str], Awaitable[bool]],
         *,
         engine_backoff_s: float = ENGINE_BACKOFF_S,
         leave_s: float = LEAVE_S,
@@ -218,12 +218,15 @@ class Controller:
         except StoreError as fault:
             log.error("the pause could not be written", run=run_id, reason=str(fault))
 
-    async def _drop_keeper(self, run_id: str, grace_s: float = 0.0) -> None:
-        """Forgotten only once it has ended: a stop of the server in the meantime must still find it."""
+    async def _drop_keeper(self, run_id: str, grace_s: float = 0.0) -> bool:
+        """Forgotten only once it has ended: a stop of the server in the meantime must still find it. Whether its
+        trainer has."""
         keeper = self._keepers.get(run_id)
-        if keeper is not None:
-            await keeper.stop(grace_s)
-            self._keepers.pop(run_id, None)
+        if keeper is None:
+            return True
+        gone = await keeper.stop(grace_s)
+        self._keepers.pop(run_id, None)
+        return gone
 
     async def _without_trainer(self, run: Run) -> bool:
         """End the trainer of a paused run, also one that an earlier life of the server left; whether there is none.
@@ -232,17 +235,19 @@ class Controller:
         """
         try:
             if run.id in self._keepers:
-                await self._drop_keeper(run.id)
-            elif run.kind == "train" and run.id not in self._swept:
-                await self._sweep(run.id)
+                self._swept.discard(run.id)
+                gone = await self._drop_keeper(run.id)
+            else:
+                gone = run.kind != "train" or run.id in self._swept or await self._sweep(run.id)
         except ForgeError as error:
             log.error("the trainer of a paused run is not ended, trying again", run=run.id, reason=str(error))
             return False
         except Exception:
             log.exception("the trainer of a paused run is not ended, trying again", run=run.id)
             return False
-        self._swept.add(run.id)
-        return True
+        if gone:
+            self._swept.add(run.id)
+        return gone
 
     async def _leave(self, run_id: str) -> None:
         """The run has ended: its trainer is told so by its link and leaves."""

@@ -127,23 +127,24 @@ class Jobs:
         text = await self._pods.log(first.metadata.name, "trainer", LOG_TAIL)
         return _brief(pods_of.evidence_of(first)), text
 
-    async def delete(self, name: str, secret: str) -> None:
+    async def delete(self, name: str, secret: str) -> bool:
         """Delete the Job, its pods and its Secret; none is left on return, unless the cluster does not answer for
-        long: then what is left is told in the log. Raises ConfigError when it goes on refusing."""
-        began = time.monotonic()
+        long: then what is left is told in the log. False when the cluster has not even heard of it. Raises ConfigError
+        when it goes on refusing."""
+        began, heard = time.monotonic(), False
         while True:
             try:
                 if not await self._delete_job(name):
                     await self._delete_secret(secret)
-                    return
-                why = "it is still there"
+                    return True
+                why, heard = "it is still there", True
             except ApiError as error:
                 if not error.transient and time.monotonic() - began > _REFUSED_S:
                     raise self._told(error, "the Job cannot be deleted") from None
                 why = str(error)
             if time.monotonic() - began > _LEAVING_S:
                 log.warning("a trainer's Job could not be deleted", job=name, reason=why)
-                return
+                return heard
             await asyncio.sleep(_LOOK_S)
 
     async def _delete_job(self, name: str) -> bool:
