@@ -39,7 +39,7 @@ async def attempt(tmp_path, tasks=None):
         routes = pod_routes(it.lifecycle, it.receipts, plans, it.store, it.secret)
         app = Litestar(routes, exception_handlers=HANDLERS)
         async with AsyncTestClient(app) as client:
-            it.client = client
+            it.client, it.plans = client, plans
             it.runner = keys.attempt_key(it.secret, "at-1", "runner")
             yield it
 
@@ -192,6 +192,31 @@ async def test_a_task_that_is_gone_for_now_is_no_fault_of_it(tmp_path):
         (ended,) = it.of("attempt_ended")
         assert (ended.data["outcome"], ended.data["kind"]) == ("infra_failure", "runner_lost")
         assert not it.of("rollout_ended") and not it.of("task_failed")
+
+
+@pytest.mark.parametrize("late", ["harness_started", "verifier"])
+async def test_a_task_that_went_while_the_attempt_ran_is_no_fault_of_it(tmp_path, late):
+    """A server that was started anew reads it again."""
+    tasks = Tasks()
+
+    async def gone(task_id):
+        raise TaskUnreadable("its folder is gone", where=task_id)
+
+    async with attempt(tmp_path, tasks) as it:
+        await start(it)
+        if late == "verifier":
+            await say(it, "events", {"events": [{"kind": "harness_started"}]})
+            await say(it, "seal")
+            tasks.verifier = gone
+            headers = {"authorization": f"Bearer {it.runner}"}
+            got = await it.client.get("/a/at-1/verifier", headers=headers)
+        else:
+            it.plans._kept.clear()
+            tasks.input = gone
+            got = await say(it, "events", {"events": [{"kind": "harness_started"}]})
+        assert got.status_code == 409 and "folder is gone" in got.json()["detail"]
+        (ended,) = it.of("attempt_ended")
+        assert (ended.data["outcome"], ended.data["kind"]) == ("infra_failure", "runner_lost")
 
 
 async def test_a_task_that_has_changed_fails(tmp_path):

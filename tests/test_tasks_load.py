@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from forge_server.domain.errors import TaskError
-from forge_server.tasks import load
+from forge_server.tasks import harbor, lines, load
 from forge_server.tasks.task import Task
 
 TOML = """\
@@ -329,6 +329,18 @@ def test_the_digest_covers_what_moves_a_reward(folder: Path) -> None:
     assert load.load(folder)[0].digest == before.digest  # executable is executable
     assert one().digest == one(split="test", metadata={"a": 1}).digest
     assert one().digest != one(agent_s=5).digest
+
+
+def test_a_work_folder_is_asked_of_new_tasks_only(folder: Path) -> None:
+    """Runs may be under way on one that was registered before."""
+    (folder / "environment" / "Dockerfile").write_text("FROM debian\nWORKDIR /opt\n")
+    given = line(workdir="/opt")
+    for known in (lines.read_line(given, "here", known=True), harbor.read_folder(folder, known=True)):
+        row = {"name": known.name, "path": known.path, "definition": known.definition, "digest": known.digest}
+        assert load.from_row(row).digest == known.digest
+    for refused in (lambda: load.from_lines([line(workdir="/opt")]), lambda: load.load(folder)):
+        with pytest.raises(TaskError, match="work folder '/opt'"):
+            refused()
 
 
 def test_a_stored_row_gives_the_task_back(folder: Path) -> None:

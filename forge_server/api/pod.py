@@ -5,8 +5,9 @@ Invariant I10: the join token opens ``start`` once (for one nonce), the runner k
 their own attempt. Every route may be repeated: the lifecycle answers what has been said before with success.
 """
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
@@ -128,19 +129,25 @@ def pod_routes(
         if not applied.ok:
             raise _refused(applied.refusal, attempt_id)
 
-    @post("/a/{attempt_id:str}/start", status_code=200)
-    async def start(attempt_id: AttemptId, data: JSONBody[Start]) -> Started:
-        if keys.verify(secret, data.token) != keys.Claim("join", attempt_id):
-            raise Unauthorized("the join token is wrong", where=attempt_id)
-        await apply(e.RunnerJoined(attempt_id=attempt_id, nonce=data.nonce), attempt_id)
+    @contextlib.asynccontextmanager
+    async def planned(attempt_id: str) -> AsyncIterator[None]:
+        """The task or the harness may be gone since: that ends the attempt, and is not the policy's doing."""
         try:
-            plan = await plans.plan(attempt_id)
+            yield
         except (SpecError, TaskError) as error:
             evidence = {"error": str(error)}
             await lifecycle.apply(
                 e.BackendFact(attempt_id=attempt_id, fact=fact_of(error), evidence=evidence, independent=True)
             )
             raise Conflict(f"the attempt cannot be run: {error}", where=attempt_id) from None
+
+    @post("/a/{attempt_id:str}/start", status_code=200)
+    async def start(attempt_id: AttemptId, data: JSONBody[Start]) -> Started:
+        if keys.verify(secret, data.token) != keys.Claim("join", attempt_id):
+            raise Unauthorized("the join token is wrong", where=attempt_id)
+        await apply(e.RunnerJoined(attempt_id=attempt_id, nonce=data.nonce), attempt_id)
+        async with planned(attempt_id):
+            plan = await plans.plan(attempt_id)
         return Started(
             runner_key=keys.attempt_key(secret, attempt_id, "runner"),
             agent_key=keys.attempt_key(secret, attempt_id, "agent"),
@@ -164,8 +171,9 @@ def pod_routes(
         check(request, attempt_id)
         for event in data.events:
             if event.kind == "harness_started":
-                agent_s = (await plans.plan(attempt_id)).agent_s
-                await apply(e.HarnessStarted(attempt_id=attempt_id, agent_s=agent_s), attempt_id)
+                async with planned(attempt_id):
+                    plan = await plans.plan(attempt_id)
+                await apply(e.HarnessStarted(attempt_id=attempt_id, agent_s=plan.agent_s), attempt_id)
             elif event.kind == "receipts":
                 await receipts.receipts(attempt_id, event.read, event.lost)
             elif event.kind == "oom":
@@ -184,7 +192,8 @@ def pod_routes(
     @get("/a/{attempt_id:str}/verifier")
     async def verifier(attempt_id: AttemptId, request: _Request) -> Response[bytes]:
         check(request, attempt_id)
-        plan, archive = await plans.plan(attempt_id), await plans.verifier(attempt_id)
+        async with planned(attempt_id):
+            plan, archive = await plans.plan(attempt_id), await plans.verifier(attempt_id)
         if archive is None:
             return Response(b"", status_code=204)
         await apply(e.VerifierFetched(attempt_id=attempt_id, verify_s=plan.verify_s), attempt_id)

@@ -46,8 +46,9 @@ def is_task(folder: Path) -> bool:
     return (folder / "task.toml").is_file() or (folder / "instruction.md").is_file()
 
 
-def read_folder(folder: Path) -> Task:
-    """The task in ``folder``, named after it. Raises TaskError with the path and the mend, and OSError."""
+def read_folder(folder: Path, *, known: bool = False) -> Task:
+    """The task in ``folder``, named after it; ``known`` as for ``check``. Raises TaskError with the path and the mend,
+    and OSError."""
     _named(folder.resolve())
     where = str(folder)
     settings = _settings(folder / "task.toml")
@@ -85,7 +86,7 @@ def read_folder(folder: Path) -> Task:
         min_reward=_number(settings, "metadata", "min_reward", where, positive=False) or 0.0,
         image=_image(environment, where),
     )
-    return check(task, where)
+    return check(task, where, known=known)
 
 
 def _settings(file: Path) -> dict[str, Any]:

@@ -87,8 +87,8 @@ def read_lines(lines: Iterable[bytes], where: str) -> list[Task]:
     return tasks
 
 
-def read_line(given: Any, where: str) -> Task:
-    """The task of one decoded line."""
+def read_line(given: Any, where: str, *, known: bool = False) -> Task:
+    """The task of one decoded line; ``known`` as for ``check``."""
     try:
         line = msgspec.convert(given, _Line)
     except msgspec.ValidationError as error:
@@ -122,7 +122,7 @@ def read_line(given: Any, where: str) -> Task:
         min_reward=line.min_reward,
         image=line.image,
     )
-    return check(task, where)
+    return check(task, where, known=known)
 
 
 def _tests(verify: _Verify, where: str) -> tuple[tuple[TaskFile, ...], str | None]:

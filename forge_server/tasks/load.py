@@ -52,7 +52,7 @@ def from_row(row: Mapping[str, Any]) -> Task:
     that cannot be told now, because its folder is gone (a whole disk may be) or cannot be read.
     """
     if row["path"] is None:
-        task = lines.read_line(row["definition"], f"task {row['name']}")
+        task = lines.read_line(row["definition"], f"task {row['name']}", known=True)
     else:
         task = _again(Path(row["path"]))
     if task.digest != row["digest"]:
@@ -67,7 +67,7 @@ def from_row(row: Mapping[str, Any]) -> Task:
 def _again(folder: Path) -> Task:
     try:
         if harbor.is_task(folder):
-            return harbor.read_folder(folder)
+            return harbor.read_folder(folder, known=True)
     except OSError as error:
         raise TaskUnreadable(
             f"it cannot be read ({error.strerror})",

@@ -111,8 +111,9 @@ def archive(files: tuple[TaskFile, ...]) -> bytes:
     return out.getvalue()
 
 
-def check(task: Task, where: str) -> Task:
-    """Return ``task``, or raise TaskError if something in it cannot work."""
+def check(task: Task, where: str, *, known: bool = False) -> Task:
+    """Return ``task``, or raise TaskError if something in it cannot work. Of one that is ``known``, being registered,
+    no places are asked: a run may be under way on it, and what a backend cannot have, that tells."""
     if not task.name or "\n" in task.name or len(task.name) > 128:
         raise TaskError("its name is empty or longer than 128 characters", where=where, mend="name it")
     if not task.instruction.strip():
@@ -125,9 +126,10 @@ def check(task: Task, where: str) -> Task:
         )
     if task.gold and not any(file.path == SOLVE for file in task.gold):
         raise TaskError(f"its solution has no {SOLVE}", where=where, mend="add it, or remove the solution")
-    _check_workdir(task, where)
-    for kind in ("files", "tests", "gold"):
-        _check_paths(kind, [file.path for file in getattr(task, kind)], where)
+    if not known:
+        _check_workdir(task, where)
+        for kind in ("files", "tests", "gold"):
+            _check_paths(kind, [file.path for file in getattr(task, kind)], where)
     size = sum(len(file.content) for file in (*task.files, *task.tests, *task.gold))
     if size > MAX_BYTES:
         raise TaskError(
