@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from forge_server.demo.folder import DemoFailed, Folder
+from forge_server.demo.folder import DemoFailed, Folder, wait_for
 from forge_server.demo.run import run_demo
 from forge_server.domain.errors import Conflict, EnvironmentMissing
 
@@ -36,3 +36,8 @@ def test_a_folder_that_is_in_use_stays_as_it_is(tmp_path: Path) -> None:
     with pytest.raises(Conflict, match="not empty; remove it, or choose another with --folder"):
         Folder(tmp_path / "demo")
     assert [file.name for file in folder.root.iterdir()] == ["logs"]
+
+
+def test_what_was_waited_for_is_told() -> None:
+    with pytest.raises(DemoFailed, match=r"waited 0 s for attempts .*full.*; see the logs folder"):
+        wait_for(lambda: "attempts (the disk is full)", lambda: None, 0.0)

@@ -195,31 +195,33 @@ class Folder:
         environ = {k: v for k, v in os.environ.items() if not k.startswith("FORGE_") or k == "FORGE_CACHE"}
         with self.background("server", [*FORGE, "up"], environ | overlay) as check:
             address = self.data / "control.url"
-            wait_for("the server to answer", address.exists, check, 60.0)
+            wait_for(lambda: "" if address.exists() else "the server to answer", check, 60.0)
             with ForgeClient(
                 address.read_text().strip(), (self.data / "admin.key").read_text().strip()
             ) as client:
-                wait_for("the engine to be ready", lambda: _ready(client), check, limit_s)
+                wait_for(lambda: _missing(client), check, limit_s)
                 yield client, check
 
 
-def wait_for(what: str, holds: Callable[[], bool], check: Callable[[], None], limit_s: float) -> None:
-    """Look again and again until ``holds``. Raises DemoFailed after ``limit_s`` seconds, and what ``check``
-    raises.
+def wait_for(missing: Callable[[], str], check: Callable[[], None], limit_s: float) -> None:
+    """Look again and again until nothing is ``missing``. Raises DemoFailed after ``limit_s`` seconds, and what
+    ``check`` raises.
     """
     end = time.monotonic() + limit_s
-    while not holds():
+    while what := missing():
         check()
         if time.monotonic() > end:
             raise DemoFailed(f"waited {limit_s:g} s for {what}", mend="see the logs folder")
         time.sleep(0.2)
 
 
-def _ready(client: ForgeClient) -> bool:
+def _missing(client: ForgeClient) -> str:
+    """What the server is not ready for, in its own words."""
     try:
-        return client.ready().ready
+        checks = client.ready().checks
     except (ServerUnreachable, OSError):
-        return False
+        return "the server to answer"
+    return "; ".join(f"{check.name} ({check.detail})" for check in checks if not check.ok)
 
 
 def _last_lines(log: Path, count: int = 5) -> str:

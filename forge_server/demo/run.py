@@ -83,7 +83,7 @@ def gather_traces(folder: Folder, engine: Path, recipe: Recipe, seed: int, scree
         *(str(folder.untrained), str(url_file), str(plan.hasty_share)),
     )
     with folder.background("teacher", command, folder.environ("demo")) as teaching:
-        wait_for("the teacher to listen", url_file.exists, teaching, 300.0)
+        wait_for(lambda: "" if url_file.exists() else "the teacher to listen", teaching, 300.0)
         url = url_file.read_text().strip()
         overlay = {"FORGE_ENGINE__KIND": "attach", "FORGE_ENGINE__URL": url, "FORGE_ENGINE__MODEL": ""}
         with folder.server(300.0, **overlay) as (client, _):
@@ -182,7 +182,10 @@ def watch(client: ForgeClient, check: Callable[[], None], screen: Screen) -> Non
                 f"the run is {view.state}: {view.reason}", mend="see `forge-server run show demo`"
             )
         active = view.rollouts.get("active", 0) + view.rollouts.get("pending", 0)
-        screen.count(f"version {view.step:>3}", f"{active} rollouts to go" if active else "training")
+        held = "; ".join(c.detail for c in client.ready().checks if c.name == "attempts" and not c.ok)
+        screen.count(
+            f"version {view.step:>3}", held or (f"{active} rollouts to go" if active else "training")
+        )
         time.sleep(0.5)
 
 

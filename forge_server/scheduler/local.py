@@ -89,6 +89,7 @@ class LocalBackend:
         self._runners: dict[str, _Runner] = {}
         self._ended: dict[str, Gone] = {}  # how they ended, until that is a row
         self._unsaid: set[str] = set()  # it could not be written, and is said again
+        self._was_full = False  # when it was last asked
         self._tasks: set[asyncio.Task[None]] = set()
         self._users: UserIds | None = None
         self._on_gone: OnGone | None = None
@@ -109,7 +110,11 @@ class LocalBackend:
 
     def room(self) -> int:
         """Otherwise what this machine bears is what ``in_flight`` says."""
-        return 0 if self.full else PLENTY
+        full = self.full
+        if bool(full) != self._was_full:
+            self._was_full = bool(full)
+            log.warning("no attempt is launched", reason=full or "there is room again")
+        return 0 if full else PLENTY
 
     @property
     def forge(self) -> Path:
