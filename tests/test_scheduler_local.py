@@ -224,7 +224,7 @@ async def test_a_verifier_that_cannot_be_had_is_not_the_agents_fault(tmp_path):
             raise TaskError("it has changed since it was registered", where=task_id, mend="undo the change")
 
     got = await outcome(tmp_path, CALL + PLUM + "call", tasks=Edited())
-    assert got == ("infra_failure", "runner_lost", None)
+    assert got == ("task_failure", "bad_spec", None)
 
 
 async def test_a_cancelled_rollout_leaves_nothing(tmp_path):
