@@ -175,8 +175,9 @@ async def quota_exceeded(cluster: Cluster, folder: Path) -> str:
         async with server(cluster, folder, within=name, in_flight=6) as kube:
             kube.it.model = solve
             await kube.it.group(n=6, max_attempts=1)
-            await seen(lambda: kube.it.backend.full)
-            assert "exceeded quota" in kube.it.backend.full and not kube.it.backend.trouble
+            # creates at the same moment may be refused for another reason first: the quota's count has moved
+            await seen(lambda: "exceeded quota" in kube.it.backend.full)
+            assert not kube.it.backend.trouble
             found = await told(kube, 6)
             expect(found, {"completed": 6})
             return words(found, "2 at a time")
@@ -260,12 +261,13 @@ async def watch_silent(cluster: Cluster, folder: Path) -> str:
 
 async def two_servers(cluster: Cluster, folder: Path) -> str:
     """In one namespace, with a stray pod of each."""
+    slow = 5.0  # a harness makes thirty calls at most: it works until the pods of the other are gone
     with namespace(cluster) as name:
         for which in ("one", "two"):
             (folder / which).mkdir()
         async with (
             busy(cluster, folder / "one", 2, within=name) as (one, work),
-            busy(cluster, folder / "two", 2, within=name) as (two, other),
+            busy(cluster, folder / "two", 2, within=name, nap_s=slow) as (two, other),
         ):
             for kube in (one, two, one, two):
                 await kube.it.scheduler.reconcile()
