@@ -16,6 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from forge_server.harness.plan import PlanLimits
 from forge_server.runner.pack import pack
 
 Reply = dict[str, Any]
@@ -39,6 +40,22 @@ def verifier_tar(script: str, **files: str) -> bytes:
             info.size, info.mode = len(text.encode()), 0o755
             archive.addfile(info, io.BytesIO(text.encode()))
     return out.getvalue()
+
+
+def plan_limits(**changes: Any) -> PlanLimits:
+    """Those of a small attempt."""
+    small: dict[str, Any] = {
+        "model": "m",
+        "heartbeat_s": 1,
+        "agent_s": 60,
+        "verify_s": 20,
+        "grace_s": 1,
+        "pids": 64,
+        "memory_mb": 256,
+        "window": 4096,
+        "output": 1024,
+    }
+    return PlanLimits(**(small | changes))
 
 
 def plan(argv: list[str], **changes: Any) -> dict[str, Any]:

@@ -3,12 +3,13 @@
 import json
 
 import pytest
+from runner_support import plan_limits
 
 from forge_server import assets
 from forge_server.commands import harnesses
 from forge_server.domain.errors import NotFound, SpecError
 from forge_server.harness.load import load_all, parse
-from forge_server.harness.plan import PlanLimits, TaskFile, TaskInput, build_plan
+from forge_server.harness.plan import TaskFile, TaskInput, build_plan
 from forge_server.harness.rules import Rules
 
 GOOD = """\
@@ -202,17 +203,7 @@ def test_a_plan_tells_the_window():
         '"{base_url}"', '"{output} of {window}, {prompt}"'
     )
     spec = parse(text.replace("api: chat", "api: chat\nwindow_margin: 96"), where="x")
-    limits = PlanLimits(
-        model="m",
-        heartbeat_s=5,
-        agent_s=60,
-        verify_s=20,
-        grace_s=1,
-        pids=64,
-        memory_mb=256,
-        window=4096,
-        output=1500,
-    )
+    limits = plan_limits(heartbeat_s=5, output=1500)
     plan = build_plan(spec, TaskInput(instruction="the {window}"), limits)
     assert plan.files[0].content.startswith('{"window": 4000, "key": "{agent_key}"')
     assert plan.env == {"BASE": "1500 of 4000, 2500"} and plan.instruction == "the {window}"
@@ -220,17 +211,7 @@ def test_a_plan_tells_the_window():
 
 def test_a_plan_takes_the_shorter_time_and_the_tasks_size():
     spec = parse(GOOD, where="x")
-    limits = PlanLimits(
-        model="m",
-        heartbeat_s=5,
-        agent_s=60,
-        verify_s=20,
-        grace_s=1,
-        pids=64,
-        memory_mb=256,
-        window=4096,
-        output=1024,
-    )
+    limits = plan_limits(heartbeat_s=5)
     task = TaskInput(
         instruction="i {home}", files=(TaskFile(path="a", content=b"\x00"),), agent_s=90, verify_s=99
     )

@@ -8,13 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from runner_support import FakePod, Lab, plan, say, verifier_tar
+from runner_support import FakePod, Lab, plan, plan_limits, say, verifier_tar
 from scheduler_rig import rig, script_spec
 from test_sandbox_delivery import proxied
 
 from forge_server.domain import classify
 from forge_server.domain.errors import SandboxError
-from forge_server.harness.plan import PlanLimits
 from forge_server.runner import disk
 from forge_server.runner.main import BROKEN
 from forge_server.scheduler.trials import LocalTrials
@@ -117,18 +116,7 @@ async def test_i5_a_full_disk_is_waited_out(small_disk: Path) -> None:
         with others.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, (SIZE_MB - 40) << 20)
         await it.group(harness="script", max_attempts=1)
-        limits = PlanLimits(
-            model="m",
-            heartbeat_s=1,
-            agent_s=60,
-            verify_s=20,
-            grace_s=1,
-            pids=64,
-            memory_mb=256,
-            window=4096,
-            output=1024,
-        )
-        trials = LocalTrials(it.backend, limits)
+        trials = LocalTrials(it.backend, plan_limits())
         (task,) = load.from_lines([{"name": "a", "instruction": "b", "verify": {"script": ONE}}])
         with pytest.raises(SandboxError, match=r"could not be run .*MiB left on the disk"):
             await trials.run(task, "true")

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 from api_rig import eventually
+from runner_support import plan_limits
 from scheduler_rig import CALL, Tasks, rig, script_spec, solve
 from test_scheduler_doubt import silent_for
 
 from forge_server.domain import events as e
 from forge_server.domain.errors import EnvironmentMissing, SandboxError, StoreError, TaskError
-from forge_server.harness.plan import PlanLimits
 from forge_server.runner.confine import ChildFailed, kill_user
 from forge_server.runner.main import DISMISSED
 from forge_server.runner.place import remove_tree
@@ -58,19 +58,8 @@ async def test_attempts_run_and_are_rewarded(tmp_path):
 async def test_a_task_is_validated_in_the_sandbox(tmp_path):
     verify = {"answer_file": "answer.txt", "equals": "plum"}
     line = {"name": "a", "instruction": "Write plum.", "verify": verify}
-    limits = PlanLimits(
-        model="m",
-        heartbeat_s=1,
-        agent_s=60,
-        verify_s=20,
-        grace_s=1,
-        pids=64,
-        memory_mb=256,
-        window=4096,
-        output=1024,
-    )
     async with rig(tmp_path) as it:
-        found = await validate(read_line(line, "line 1"), LocalTrials(it.backend, limits))
+        found = await validate(read_line(line, "line 1"), LocalTrials(it.backend, plan_limits()))
     assert (found.gold_reward, found.idle_reward, found.faults) == (1.0, 0.0, ())
 
 

@@ -21,6 +21,7 @@ from forge_server.domain.policy import Version
 from forge_server.domain.states import PolicyState
 from forge_server.store import tables as t
 from forge_server.store.database import Store
+from forge_server.store.policy_rows import versions_in
 
 NONE_LIVE = -1
 
@@ -100,14 +101,6 @@ class Policies:
         if state is PolicyState.LIVE:
             self.current = row.version
         return True
-
-
-def versions_in(connection: Connection, name: str) -> list[Version]:
-    """Every version of the policy, oldest first."""
-    query = sa.select(t.policies).where(t.policies.c.name == name).order_by(t.policies.c.version)
-    return [
-        Version(**{**row, "state": PolicyState(row["state"])}) for row in connection.execute(query).mappings()
-    ]
 
 
 def add_exported(

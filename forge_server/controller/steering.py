@@ -16,7 +16,6 @@ from sqlalchemy import Connection
 
 from forge_server.client.schemas import EvaluationAsked, SaveAsked
 from forge_server.controller.cohort import last_trained, ready_tasks
-from forge_server.controller.policies import versions_in
 from forge_server.controller.ports import Events
 from forge_server.controller.runs import Run, read_run
 from forge_server.domain import policy
@@ -26,6 +25,7 @@ from forge_server.domain.run import EXTERNAL, RunSettings
 from forge_server.domain.states import RunState
 from forge_server.store import tables as t
 from forge_server.store.database import Store
+from forge_server.store.policy_rows import versions_in
 
 SAVED = "at the end of the trainer's next step"
 

@@ -22,7 +22,7 @@ import sqlalchemy as sa
 from sqlalchemy import Connection
 
 from forge_server.controller.bell import Bells, listen
-from forge_server.controller.policies import add_exported, versions_in
+from forge_server.controller.policies import add_exported
 from forge_server.controller.ports import Events
 from forge_server.domain import policy
 from forge_server.domain.errors import ConfigError, Conflict, Gone, NotFound, TrainerError
@@ -32,6 +32,7 @@ from forge_server.domain.states import RunState
 from forge_server.store import batch_bodies
 from forge_server.store import tables as t
 from forge_server.store.database import Store
+from forge_server.store.policy_rows import versions_in
 from forge_server.store.step_metrics import merge_metrics
 
 LONG_POLL_S = 25.0

@@ -13,10 +13,9 @@ import sqlalchemy as sa
 
 from forge_server.domain import policy
 from forge_server.domain.errors import NotFound
-from forge_server.domain.policy import Version
-from forge_server.domain.states import PolicyState
 from forge_server.store import media
 from forge_server.store import tables as t
+from forge_server.store.policy_rows import versions_in
 from forge_server.store.recordings import call_rows
 from forge_server.trajectory.attempt import Cut, cut
 from forge_server.trajectory.check import CheckedAttempt, CheckedCall, StoredSample
@@ -123,18 +122,14 @@ def usable(reader: Reader, run: Run, group: Group) -> frozenset[int] | None:
     """
     if group.batch_k is not None:
         return None
-    r, p = t.runs.c, t.policies.c
+    r = t.runs.c
 
     def read(connection: sa.Connection) -> frozenset[int] | None:
         query = sa.select(r.kind, r.base_version, r.settings).where(r.id == run.id)
         row = connection.execute(query).one()
         if row.kind != "train":
             return None
-        own = sa.select(t.policies).where(p.name == run.policy, p.run_id == run.id)
-        versions = [
-            Version(**{**version, "state": PolicyState(version["state"])})
-            for version in connection.execute(own).mappings()
-        ]
+        versions = versions_in(connection, run.policy)
         lag = row.settings["max_staleness"] if row.settings.get("mode") == "async" else 0
         # drawn when one batch fewer was assembled; async may take it later, but older weights by then no more
         return policy.usable(versions, run.id, row.base_version, group.step - 1 - lag)
